@@ -64,85 +64,50 @@ def alter(folder: Path) -> None:
     tensor_file(folder).write_bytes(data)
 
 
-def no_tensors(folder: Path) -> None:
-    """Puts a file that is no safetensors file in the place of the tensors, with its checksum."""
-    tensor_file(folder).write_bytes(b"hello")
-    describe(folder, sha256=cache_files._checksum(tensor_file(folder)))
-
-
 def move_above(folder: Path) -> None:
     describe(folder, file=os.path.relpath(shutil.move(tensor_file(folder), folder.parent), folder))
 
 
-def described(*lost: str, **changes):
-    return lambda folder: describe(folder, *lost, **changes)
-
-
-def written(content: str | bytes):
-    content = content if isinstance(content, bytes) else content.encode()
-    return lambda folder: (folder / "memory.json").write_bytes(content)
-
-
-def rewritten(change):
-    """Saves the folder's tensors again after `change(tensors, metadata)`, with the right size and checksum."""
+def rewritten(change=lambda tensors: None, metadata: dict | None = None):
+    """Returns a function that saves a folder's tensors again after `change`, with the right size and checksum."""
 
     def damage(folder: Path) -> None:
         file = tensor_file(folder)
         with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-            metadata = opened.metadata()
-        metadata = change(tensors, metadata) or metadata
+            tensors, kept = {x: opened.get_tensor(x).clone() for x in opened.keys()}, opened.metadata()  # noqa: SIM118
+        change(tensors)
         file.unlink()
-        save_file(tensors, file, metadata)
+        save_file(tensors, file, metadata or kept)
         describe(folder, bytes=file.stat().st_size, sha256=cache_files._checksum(file))
 
     return damage
 
 
-def without(prefix: str):
-    def change(tensors, metadata):
-        for name in [name for name in tensors if name.startswith(prefix)]:
-            del tensors[name]
-
-    return rewritten(change)
-
-
 def replaced(name: str, make):
-    return rewritten(lambda tensors, metadata: tensors.update({name: make(tensors.get(name))}))
-
-
-def filled(name: str, value: float):
-    def change(tensors, metadata):
-        tensors[name].view(-1)[-1] = value
-
-    return rewritten(change)
-
-
-def says(scalars: dict | str):
-    return rewritten(lambda tensors, metadata: scalars if isinstance(scalars, dict) else {"cache": scalars})
+    return rewritten(lambda tensors: tensors.update({name: make(tensors.get(name))}))
 
 
 CONV, KEYS, WEIGHTS = "1.state.conv_state", "0.state.kv_cache.window.keys", "0.state.memory.weights.0"
-NO_ROWS = torch.zeros(2, dtype=torch.bool)
+NO_ROWS, COUNTS = torch.zeros(2, dtype=torch.bool), "0.state.memory.num_seen"
+COLUMNS = {"cache": '{"num_columns": -1, "record_past": false}'}
 DAMAGES = {
-    "a file that is cut": (lambda x: os.truncate(tensor_file(x), 900), "is damaged or was altered: its sha256"),
     "one bit": (alter, "is damaged or was altered: its sha256"),
     "no file": (lambda folder: tensor_file(folder).unlink(), "names the file 'memory-.*', which is not there"),
     "above": (move_above, "names the file"),
-    "lost": (described("file"), "it lacks 'file'"),
-    "version": (described(format_version="3"), "version '3', not 'titans-memory', version 3"),
+    "lost": (lambda folder: describe(folder, "file"), "it lacks 'file'"),
+    "version": (lambda x: describe(x, format_version="3"), "version '3', not 'titans-memory', version 3"),
     "half": (lambda x: os.truncate(x / "memory.json", 100), "Unterminated string"),
-    "bytes": (written(b"\xff\xfe"), ""),
-    "lacks a layer": (without("1."), "lacks the tensor 1.state.conv_state"),
+    "bytes": (lambda folder: (folder / "memory.json").write_bytes(b"\xff\xfe"), ""),
+    "lacks a tensor": (rewritten(lambda tensors: tensors.pop(CONV)), f"lacks the tensor {CONV}"),
     "long window": (replaced(KEYS, lambda x: torch.cat([x, x], 1)), r"keys has the shape \(2, 22, .*, not \(2, 11, "),
     "third layer": (replaced("2.state.conv_state", lambda _: torch.zeros(1)), "has the tensor 2.state.conv_state"),
     "one restart": (replaced("0.restart", lambda _: NO_ROWS), "lacks the tensor 1.restart"),
     "part of a record": (replaced("0.recorded.inputs", lambda _: torch.zeros(2, 3, 32)), "lacks the tensor 0.recorded"),
-    "nan": (filled(CONV, float("nan")), "conv_state holds numbers that are not finite"),
+    "nan": (replaced(CONV, lambda x: x * torch.nan), "conv_state holds numbers that are not finite"),
     "float32": (replaced(WEIGHTS, torch.Tensor.float), "weights.0 has the dtype torch.float32, not torch.f"),
-    "count": (filled("0.state.memory.num_seen", -1), "num_seen holds numbers from -1 to 60, not from 0"),
-    "no scalars": (says({"others": ""}), "it lacks 'cache'"),
-    "columns": (says('{"num_columns": -1, "record_past": false}'), "has num_columns -1"),
+    "count": (replaced(COUNTS, lambda _: torch.tensor([60, -1])), "num_seen holds numbers from -1 to 60, not from 0"),
+    "no scalars": (rewritten(metadata={"others": ""}), "it lacks 'cache'"),
+    "columns": (rewritten(metadata=COLUMNS), "has num_columns -1"),
 }
 
 
@@ -161,7 +126,7 @@ def test_what_is_not_the_saved_memory_is_refused(name, memory, tmp_path_factory)
 def test_a_rewritten_file_loads(memory):
     """A file that is rewritten without a change loads: what is refused above is refused for the change."""
     model, folder = memory
-    rewritten(lambda tensors, metadata: None)(folder)
+    rewritten()(folder)
     assert TitansCache.from_pretrained(folder, model).get_seq_length() == 60
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from covering import in_one_test
 
 from eval import tables
 from eval.common.records import FILE, append_record, read_records
@@ -45,26 +44,21 @@ def command(tsv, *options):
 
 
 def test_tables_are_read(tmp_path):
-    """A table is read with either separator, other columns, small letters, a byte order mark, and gzipped."""
+    """A table is read with either separator, other columns, small letters, a byte order mark, and gzipped. Of a table
+    that cannot be read, file and sequence are named.
+    """
     (tmp_path / "b.csv").write_text("region,label,seq\nchr1,x,aaNA\n", encoding="utf-8-sig")
     (tmp_path / "c.tsv.gz").write_bytes(gzip.compress(b"seq\tlabel\nNACN\t1\n"))
     found = [read_sequences(tmp_path / name).to_dict("list") for name in ("b.csv", "c.tsv.gz")]
     assert found == [{"seq": ["AANA"], "label": ["x"]}, {"seq": ["NACN"], "label": ["1"]}]
-
-
-@in_one_test(
-    "content,message",
-    [
+    for content, message in (
         (b"seq,label\nACGT,0\nACXT,1\n", "letters of ACGTN, but sequence 2 is .*ACXT"),
         (b"seq,label\nACGT,\n", "sequence 1 is .*'label': ''"),
         (b"seq,class\nACGT,1\n", "cannot be read: .*label"),
-    ],
-)
-def test_bad_files_are_named(tmp_path, content, message):
-    """File and sequence are named."""
-    (tmp_path / "x.csv").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"(?s)x\.csv.*{message}"):
-        read_sequences(tmp_path / "x.csv")
+    ):
+        (tmp_path / "x.csv").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"(?s)x\.csv.*{message}"):
+            read_sequences(tmp_path / "x.csv")
 
 
 def table_of(texts: list[str]) -> pd.DataFrame:

@@ -106,26 +106,13 @@ def test_choices_share_their_context(model, columns_read):
     assert sum(columns_read) == len("A question") + 4 * len("? ")
 
 
-def test_rolling_reads_the_whole_document(model):
-    """The rolling log-likelihood is that of one pass over the document."""
-    text = DOCUMENT * 3
-    (score,) = make_lm(TitansLM, model, piece_length=11).loglikelihood_rolling(
-        requests("loglikelihood_rolling", [(text,)]), disable_tqdm=True
-    )
-    tokens = torch.tensor([byte_tokenizer().encode(text)])
-    prefix = torch.full((1, 1), model.config.eos_token_id)
-    with torch.no_grad():
-        logits = model(torch.cat([prefix, tokens[:, :-1]], 1), use_cache=False).logits
-    expected = logits.log_softmax(-1).gather(2, tokens[..., None]).sum().item()
-    assert score == pytest.approx(expected, abs=1e-9)
-
-
-def test_rolling_windows_are_those_of_lm_eval(model):
-    """With max_length, rolling windows equal lm-eval's HFLM."""
+@pytest.mark.parametrize("max_length", [None, 33])
+def test_rolling_scores_are_those_of_lm_eval(model, max_length):
+    """Rolling log-likelihoods, of the whole document or of windows of `max_length`, equal lm-eval's HFLM."""
     texts = requests("loglikelihood_rolling", [(DOCUMENT * 2,), (DOCUMENT,)])
-    expected = make_lm(HFLM, model, max_length=33).loglikelihood_rolling(texts, True)
+    expected = make_lm(HFLM, model, max_length=max_length or 200).loglikelihood_rolling(texts, True)
     for batch_size in (1, 4):
-        lm = make_lm(TitansLM, model, max_length=33, batch_size=batch_size)
+        lm = make_lm(TitansLM, model, max_length=max_length, batch_size=batch_size, piece_length=11)
         assert lm.loglikelihood_rolling(texts, True) == pytest.approx(expected, abs=1e-9)
 
 

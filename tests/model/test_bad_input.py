@@ -134,19 +134,22 @@ def test_cumulative_lengths_that_make_no_sense(value):
         shared_model("mag")(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor(value, dtype=torch.int32))
 
 
-def test_cache_of_a_checkpoints_own_code():
-    """A TitansCache of the package is told from one of the code that a checkpoint brought, and what to do is said. Both
-    classes have the same name.
+def test_a_cache_of_another_class():
+    """A cache of another class, also one of the same name that the code of a checkpoint brought, is refused wherever a
+    cache is given, and what to do is said.
     """
-    other = type("TitansCache", (DynamicCache,), {"__module__": "transformers_modules.x"})()
-    with pytest.raises(
-        ValueError, match=r"but is a TitansCache of transformers_modules\.x: `model\.cache_class` is the class"
-    ):
-        shared_model("mag")(IDS, cache=other)
-    with pytest.raises(ValueError, match=r"`cache` must be a TitansCache of titans_hf\."):
-        shared_model("mag").start_from(other)
-    with pytest.raises(ValueError, match=r"`other` must be a TitansCache of titans_hf\."):
-        TitansCache(shared_model("mag").config).merge(other)
+    model, options = shared_model("mag"), dict(max_new_tokens=2, pad_token_id=0)
+    own_code = type("TitansCache", (DynamicCache,), {"__module__": "transformers_modules.x"})
+    uses = {
+        "cache": (lambda x: model(IDS, cache=x), model.start_from, lambda x: model.generate(IDS, cache=x, **options)),
+        "other": (TitansCache(model.config).merge,),
+    }
+    for other in (DynamicCache(), own_code()):
+        for name, functions in uses.items():
+            message = rf"`{name}` must be a TitansCache of titans_hf\..*: `model\.cache_class` is the class that fits"
+            for function in functions:
+                with pytest.raises(ValueError, match=message):
+                    function(other)
 
 
 @covering(1, {"variant": ("mac", "mag", "mal", "lmm"), "name": SHAPING, "swap": [False, True]})
@@ -158,19 +161,18 @@ def test_cache_of_a_model_of_other_sizes(variant, name, swap):
 
 
 def test_cache_of_another_kind():
-    """A cache of another variant, window or segment, read or reset, or of another class raises an error that names
-    `cache`.
+    """A cache of another variant, window, segment or rule, read or reset, raises an error that names `cache`; so do
+    what starts from it and what takes its mean.
     """
-    for variant, changes in (("mag", dict(sliding_window=11)), ("mac", dict(segment_length=12))):
-        refuse(shared_model(variant), "`cache`", read(make_model(variant, **changes), make_ids(2, 9))[1], input_ids=IDS)
-    for variant, other in itertools.combinations(VARIANTS, 2):
-        cache = read(shared_model(other), make_ids(2, 9))[1]
-        refuse(shared_model(variant), "`cache`", cache, input_ids=IDS)
+    kinds = {"mag": (dict(sliding_window=11), dict(memory_update_rule="chunk")), "mac": (dict(segment_length=12),)}
+    others = [(x, make_model(x, **changes)) for x, of_variant in kinds.items() for changes in of_variant]
+    others += [(variant, shared_model(other)) for variant, other in itertools.combinations(VARIANTS, 2)]
+    for variant, other in others:
+        model, cache = shared_model(variant), read(other, make_ids(2, 9))[1]
+        refuse(model, "`cache` does not fit the model", cache, input_ids=IDS)
+        with pytest.raises(ValueError, match="of the same model, but its"):
+            read(model, make_ids(2, 9))[1].merge(cache)
+        with pytest.raises(ValueError, match=r"its .* is .*, not"):
+            model.start_from(read(other, make_ids(1, 9))[1])
         cache.reset()
-        refuse(shared_model(variant), "`cache`", cache, input_ids=IDS)
-    model = shared_model("mag")
-    refuse(model, "`cache`", DynamicCache(), input_ids=IDS)
-    with pytest.raises(ValueError, match="`cache`"):
-        model(IDS, cache=((torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8)),) * 2)
-    with pytest.raises(ValueError, match="`cache`"):
-        model.generate(IDS, cache=DynamicCache(), max_new_tokens=2, pad_token_id=0)
+        refuse(model, "`cache` does not fit the model", cache, input_ids=IDS)
