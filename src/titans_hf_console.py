@@ -254,7 +254,9 @@ def forecast_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--horizon", type=int, help="rows to forecast; default with --model: as in training")
     parser.add_argument("--model", type=Path, help="folder of a model of this command: nothing is trained")
     parser.add_argument("--time_column", help="name of the column of dates; default: the first column")
-    parser.add_argument("--date_format", help="format of the dates, such as %%d/%%m/%%Y, or s, ms, ... since 1970")
+    parser.add_argument(
+        "--date_format", help="format of dates that are not as 2020-01-31: %%d/%%m/%%Y, or s, ms, ... since 1970"
+    )
     training = parser.add_argument_group("training (not with --model)")
     for name, (default, text) in FORECAST_TRAINING.items():
         choices = ("mse", "mae") if name == "loss" else None

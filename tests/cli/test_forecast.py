@@ -89,16 +89,16 @@ def test_a_model_is_saved_before_its_errors_are_measured(tmp_path, monkeypatch, 
     table = pd.read_csv(data)
     table["c0"] += 9 * np.sin(np.arange(200) / 24 * 2 * np.pi)  # a day
     table.to_csv(data, index=False)
-    call(data, tmp_path / "whole", "--horizon", 8, *STEPS)
+    call(data, tmp_path / "whole", "--horizon", 8, "--cycle_length", 24, *STEPS)
     assert max(sizes) == 8
     c0 = read_series(data)["c0"].to_numpy()
     repeated = np.mean([np.abs(c0[now : now + 8] - c0[now - 24 : now - 16]) for now in range(160, 193)])
     heading, line = [x for x in capsys.readouterr().out.splitlines() if x.startswith(("| column |", "| c0 |"))]
-    assert "| of the last day repeated |" in heading
+    assert "| of the last cycle repeated |" in heading
     assert float(line.split("|")[3]) == pytest.approx(repeated, rel=1e-3) != float(line.split("|")[2])
     monkeypatch.setattr(forecast, "absolute_errors", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        call(data, tmp_path / "model", "--horizon", 8, *STEPS)
+        call(data, tmp_path / "model", "--horizon", 8, "--cycle_length", 24, *STEPS)
     rows = [call(data, tmp_path / "out", "--model", tmp_path / name) for name in ("model", "whole")]
     pd.testing.assert_frame_equal(*rows)
 

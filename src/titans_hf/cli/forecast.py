@@ -30,7 +30,6 @@ from titans_hf_console import FORECAST_TRAINING, parse
 
 TABLE, PICTURE = "forecast.csv", "forecast.png"
 FACTS = "series.json"  # beside a model: facts of its training data
-SPANS = {"1D": "day", "7D": "week"}
 MOST_PANELS = 8  # channels that are drawn
 
 
@@ -63,33 +62,20 @@ def check_args(args: argparse.Namespace) -> None:
 
 @torch.inference_mode()
 def absolute_errors(
-    model: TitansForTimeSeriesPrediction, windows: Windows, scaling: Scaling, batch_size: int, repeats: dict[int, str]
-) -> pd.DataFrame:
-    """Returns the mean absolute error of each channel (rows) in the units of the series, of the model and of the last
-    rows repeated: of `repeats`, numbers of rows with their names, the number with the least error. It needs the memory
-    of `batch_size` windows.
+    model: TitansForTimeSeriesPrediction, windows: Windows, scaling: Scaling, batch_size: int, repeated: int
+) -> np.ndarray:
+    """Returns the mean absolute error of each channel (C, 2) in the units of the series, of the model and of the last
+    `repeated` rows repeated. It needs the memory of `batch_size` windows.
     """
     model.eval()
-    sums, steps = torch.zeros(1 + len(repeats), windows.values.shape[1], dtype=torch.float64), range(windows.horizon)
+    sums, steps = torch.zeros(2, windows.values.shape[1], dtype=torch.float64), torch.arange(windows.horizon)
     for batch in torch.utils.data.DataLoader(windows, batch_size):
         past, position = (batch[name].to(model.device) for name in ("past_values", "cycle_position"))
         now = batch["cycle_position"][:, None] + windows.look_back
-        guesses = [windows.values[now - n + torch.tensor(steps) % n] for n in repeats]  # (B, horizon, C) each
         forecast = model(past, cycle_position=position).prediction_outputs.cpu()
-        for row, guess in enumerate([forecast, *guesses]):
+        for row, guess in enumerate((forecast, windows.values[now - repeated + steps % repeated])):  # (B, horizon, C)
             sums[row] += (guess - batch["future_values"]).abs().double().sum((0, 1))
-    best = int(sums[1:].mean(1).argmin())
-    errors = (sums[[0, 1 + best]] / (len(windows) * windows.horizon)).numpy() * scaling.std
-    return pd.DataFrame(errors.T, columns=["mean absolute error", f"of the last {[*repeats.values()][best]} repeated"])
-
-
-def rows_to_repeat(series: pd.DataFrame, cycle_length: int, most: int) -> dict[int, str]:
-    """Returns the numbers of rows, at most `most`, that a simple forecast repeats, with their names: the last value, a
-    cycle, a day and a week.
-    """
-    step = pd.Timedelta(np.median(np.diff(series.index)))
-    spans = {round(pd.Timedelta(span) / step): name for span, name in SPANS.items()}
-    return {n: name for n, name in ({cycle_length: "cycle"} | spans | {1: "value"}).items() if 1 <= n <= most}
+    return (sums / (len(windows) * windows.horizon)).numpy().T * scaling.std[:, None]
 
 
 def train(args: argparse.Namespace, series: pd.DataFrame) -> tuple[TitansForTimeSeriesPrediction, dict[str, Any]]:
@@ -129,12 +115,11 @@ def train(args: argparse.Namespace, series: pd.DataFrame) -> tuple[TitansForTime
     }
     model.save_pretrained(args.output)
     (args.output / FACTS).write_text(json.dumps(facts) + "\n", encoding="utf-8")
-    repeats = rows_to_repeat(series, args.cycle_length, validation.rows.start)
-    errors = absolute_errors(model, validation, scaling, args.batch_size, repeats).set_index(series.columns)
-    lines = [[name, *(f"{error:.4g}" for error in row)] for name, *row in errors.itertuples()]
-    print(markdown_table(["column", *errors], lines), flush=True)
-    if worse := errors.index[errors.iloc[:, 0] > errors.iloc[:, 1]].tolist():
-        print(f"the model's error is larger for: {', '.join(worse)}", flush=True)
+    repeated = args.cycle_length if 0 < args.cycle_length <= validation.rows.start else 1
+    errors = absolute_errors(model, validation, scaling, args.batch_size, repeated)
+    heading = ["column", "mean absolute error", f"of the last {'value' if repeated == 1 else 'cycle'} repeated"]
+    lines = [[name, *(f"{x:.4g}" for x in row)] for name, row in zip(series.columns, errors, strict=True)]
+    print(markdown_table(heading, lines), flush=True)
     return model, facts
 
 

@@ -6,7 +6,6 @@ A series is a data frame: its columns are the channels, float64, and its index h
 import hashlib
 import json
 import re
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from pandas.tseries.frequencies import to_offset
 
 SEPARATORS = (",", ";", "\t")
 UNITS = ("s", "ms", "us", "ns")  # of numbers since 1970, as a format of dates
-YEAR = r"(?<=[/. -])(?:1[6-9]|2[01])\d\d\b"  # of four digits, after a day or month
 
 
 class Scaling(NamedTuple):
@@ -150,38 +148,24 @@ def _times_of(path: Path, column: pd.Series, date_format: str | None) -> pd.Date
 
 
 def read_times(column: pd.Series, date_format: str | None) -> pd.DatetimeIndex:
-    """Returns the times of a column of strings, in UTC without a zone, by pandas and in one format for the column.
-
-    Without `date_format`, the column holds dates in ISO 8601 (2020-01-31), or dates with day, month and a year of four
-    digits that increase in only one of the two orders. `date_format` is a Python format, or a unit of UNITS.
-
-    Raises ValueError, naming a value, for any other column: a guess could be another date.
+    """Returns the times of a column of strings, in UTC without a zone: dates in ISO 8601 (2020-01-31), or in
+    `date_format`, a Python format or a unit of UNITS. Raises ValueError, naming a value, for any other column.
     """
     column = column.fillna("").str.strip()
-    parse = partial(pd.to_datetime, column, utc=True, errors="coerce")
+    parse = partial(pd.to_datetime, utc=True, errors="coerce")
     if date_format in UNITS:
-        readings = [pd.to_datetime(pd.to_numeric(column, errors="coerce"), unit=date_format, utc=True, errors="coerce")]
+        times = parse(pd.to_numeric(column, errors="coerce"), unit=date_format)
     elif date_format is not None:
-        readings = [parse(format=date_format)]
-    elif column.iloc[:1].str.match(r"\d{4}-\d").all():
-        readings = [parse(format="ISO8601")]
-    else:
-        with warnings.catch_warnings(action="ignore"):  # of dates that pandas reads one by one
-            readings = [parse(dayfirst=first).where(column.str.contains(YEAR)) for first in (True, False)]
-    whole = [pd.DatetimeIndex(reading) for reading in readings if reading.notna().all()]
-    if not whole:
-        wrong = np.all([reading.isna() for reading in readings], axis=0)
-        form = f"of --date_format {date_format}" if date_format else "with a year of four digits"
+        times = parse(column, format=date_format)
+    else:  # a number alone would be read as a year
+        times = parse(column.where(column.str.match(r"\d{4}-\d")), format="ISO8601")
+    if times.isna().any():
+        form = f"of --date_format {date_format}" if date_format else "as 2020-01-31"
         raise ValueError(
-            f"holds no dates {form}, but {column.iloc[int(wrong.argmax())]!r}: give a --date_format, such as %d/%m/%y, "
-            "or another --time_column"
+            f"holds no dates {form}, but {column[times.isna()].iloc[0]!r}: give a --date_format, such as %d/%m/%y, or "
+            "another --time_column"
         )
-    increasing = [reading for reading in whole if reading.is_monotonic_increasing]
-    if any(not reading.equals(increasing[0]) for reading in increasing):
-        raise ValueError(
-            f"has dates as {column.iloc[0]}, which increase in two readings: give --date_format, such as %d/%m/%Y"
-        )
-    return [*increasing, *whole][0].tz_localize(None)
+    return pd.DatetimeIndex(times).tz_localize(None)
 
 
 def digest_of(series: pd.DataFrame) -> str:
