@@ -14,7 +14,7 @@ from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.checkpoints import load_config, load_tokenizer
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
-from titans_hf.cli.shared.text_files import describe_files, find_files
+from titans_hf.cli.shared.text_files import find_files
 from titans_hf_console import HelpFormatter
 
 
@@ -38,8 +38,6 @@ def test_files_are_those_of_the_suffixes_in_all_subfolders(tmp_path):
     (tmp_path / "folder.txt").mkdir()
     found = find_files(tmp_path, "--text")
     assert found == [tmp_path / "b.txt", tmp_path / "notes.md", tmp_path / "sub" / "a.TXT"]
-    assert describe_files(tmp_path, found) == f"{tmp_path}: 3 files (.md, .txt); left out: README.md, c.png"
-    assert describe_files(tmp_path / "b.txt", [tmp_path / "b.txt"]) is None
     assert find_files(tmp_path, "--text", (".md",)) == [tmp_path / "notes.md"]
     assert find_files(tmp_path / "notes.md", "--text") == [tmp_path / "notes.md"]
 

@@ -58,14 +58,14 @@ def test_a_fit_lowers_the_loss_of_other_texts():
     before = {name: x.clone() for name, x in model.state_dict().items()}
     first = loss(remember(model, 24, ()), other)
     unfitted = loss(remember(forget(model), 24), other)
-    result = fit_memory(forget(model), texts, window=24, rank=3, progress=False)
+    _, of_list = fit_memory(forget(model), texts, window=24, rank=3, progress=False)
     assert loss(model, other) < min(first - 0.5, unfitted - 0.4)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     fast, token_list = model.memory.fast_weights, model.memory.token_list
     remember(forget(model), 24, ("fast_weights",), fast_weights=fast)
     assert loss(model, other) < first - 0.05
     remember(forget(model), 24, fast_weights=fast, token_list=token_list)
-    for ids, columns, after in zip(texts, result.token_list.columns, result.token_list.after, strict=True):
+    for ids, columns, after in zip(texts, of_list.columns, of_list.after, strict=True):
         with torch.no_grad():
             losses = cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
         torch.testing.assert_close(after, losses[columns], rtol=0, atol=1e-4)

@@ -3,27 +3,25 @@
 import argparse
 import random
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from titans_hf import MemoryCache, forget, remember, save_adapter
+from titans_hf import save_adapter
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.checkpoints import load_config, load_model, load_tokenizer
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.devices import choose_device
-from titans_hf.cli.shared.text_files import describe_files, find_files, read_text
+from titans_hf.cli.shared.text_files import find_files, read_text
 from titans_hf.cli.shared.text_ids import encode
-from titans_hf.remember.fit import FitResult, fit_memory, num_readings
+from titans_hf.remember.fit import fit_memory
 from titans_hf.remember.fit.fit_list import Gains
 from titans_hf_console import parse as parse_options
 
 LETTERS_AT_ONCE = 2_000_000  # that are tokenized
-TIMED = 129  # tokens by which the time is estimated
 
 
 def cut_texts(
@@ -56,35 +54,10 @@ def parts_of(file: Path, tokenizer: PreTrainedTokenizerBase, length: int, choose
         yield from sorted(choose.sample(parts, len(parts)), key=lambda x: len(x) < length)
 
 
-def seconds_per_token(model: PreTrainedModel, ids: Tensor, window: int | None) -> float:
-    """Measures the seconds that the model takes to read a token with fast weights."""
-    remember(model, window, ("fast_weights",))
-    try:
-        with torch.no_grad():
-            start = time.perf_counter()
-            tokens = ids[None, :TIMED].to(model.get_input_embeddings().weight.device)
-            model(tokens, cache=MemoryCache(model), logits_to_keep=1)
-            return (time.perf_counter() - start) / tokens.shape[1]
-    finally:
-        forget(model)
-
-
-def describe_gains(gains: Gains) -> str:
-    """Describes the mean gain of each thousand tokens of the texts."""
-    columns, before, after = map(torch.cat, gains)
-    thousands = (columns // 1000).unique().tolist()
-    of_each = [f"{float((before - after)[columns // 1000 == i].mean()):+.3f}" for i in thousands]
-    return f"loss {before.mean():.3f}, then {after.mean():.3f}; by thousands of tokens {', '.join(of_each)}"
-
-
-def report(result: FitResult) -> str:
-    """Describes the gains of a fit, in nats per token."""
-    return (
-        f"rate {result.rate:g}\n"
-        f"fast weights over the window alone: {describe_gains(result.fast_weights)}\n"
-        f"list over the fast weights: {describe_gains(result.token_list)}\n"
-        "measured on the texts of the fit themselves"
-    )
+def describe(gains: Gains) -> str:
+    """Describes the mean gain in nats per token."""
+    before, after = (float(torch.cat(x).mean()) for x in gains[1:])
+    return f"loss {before:.3f}, then {after:.3f}: gain {before - after:+.3f}"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -110,20 +83,22 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--text {' '.join(args.text)} holds no text")
     model = load_model(args.model, "MODEL", dtype="auto").to(device).eval().requires_grad_(False)
     number = sum(map(len, documents))
-    minutes = seconds_per_token(model, documents[0], args.window) * num_readings(documents) / 60
-    for path in args.text:
-        if (line := describe_files(path, find_files(path, "--text"))) is not None:
-            print(line)
-    print(f"{number:,} tokens of text in {len(documents)} parts; at most about {minutes:.0f} minutes")
+    print(f"{number:,} tokens of text in {len(documents)} parts of {len(files)} files")
     if number < args.tokens:
         print(f"note: --text has fewer than the {args.tokens:,} tokens of --tokens")
     state = args.output.parent / f".{args.output.name}.fit"
     options = {name: getattr(args, name) for name in ("window", "rank", "entries", "seed")}
-    result = fit_memory(model, documents, folder=state, **options)
-    print(report(result))
+    of_fast_weights, of_list = fit_memory(model, documents, folder=state, **options)
+    print(f"fast weights over the window alone: {describe(of_fast_weights)}\nlist over these: {describe(of_list)}")
+    print("measured on the texts of the fit themselves")
     names = sorted({file.name for file in files})
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20} others" if len(names) > 20 else "")
-    facts = {"texts": shown, "tokens": number, "seed": args.seed, "rate": result.rate}
+    facts = {
+        "texts": shown,
+        "tokens": number,
+        "seed": args.seed,
+        "rate": next(iter(model.memory.fast_weights.rates.values())),
+    }
     new = state / args.output.name  # renamed when it is whole: an interrupted command goes on by its state
     save_adapter(model, new, fit=facts, licence=args.licence, tokenizer=tokenizer)
     new.rename(args.output)

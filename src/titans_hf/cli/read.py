@@ -15,23 +15,10 @@ from transformers import PreTrainedModel
 from titans_hf.cache_files import DESCRIPTION
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import run_command
-from titans_hf.cli.shared.memories import AnyCache, fingerprint_for_memories, load_cache, load_with_memory, new_cache
-from titans_hf.cli.shared.text_files import describe_files, find_files, read_text
+from titans_hf.cli.shared.memories import fingerprint_for_memories, load_cache, load_with_memory, new_cache
+from titans_hf.cli.shared.text_files import find_files, read_text
 from titans_hf.cli.shared.text_ids import encode
 from titans_hf_console import parse
-
-
-def list_texts(texts: list[str], suffixes: list[str]) -> list[Path]:
-    """Lists the files of all arguments, "-" for standard input; prints which files of a folder are left out. Raises
-    ValueError for a path without files.
-    """
-    files = []
-    for text in texts:
-        found = [Path(text)] if text == "-" else find_files(text, "TEXT", suffixes)
-        if text != "-" and (description := describe_files(text, found, "--suffixes")):
-            print(description, file=sys.stderr)
-        files += found
-    return files
 
 
 class Reading:
@@ -104,40 +91,25 @@ def read_before(about: dict[str, Any]) -> tuple[list[str], int]:
     raise ValueError(f"the memory's `about` is damaged: its reading is {reading!r:.80}")
 
 
-def num_listed(cache: AnyCache) -> int | None:
-    """Returns how many of the last tokens a full list of surprising tokens covers; None for a list that is not full,
-    and for a model without a list.
-    """
-    if (positions := getattr(cache, "state", {}).get("list.positions")) is None or positions[0, 0] < 0:
-        return None
-    return int(cache.seen[0] - positions[0, 0])
-
-
 def main(argv: list[str] | None = None) -> Reading:
     args = parse("read", argv)
     check_minimums(args, save_seconds=0, piece=1)
     check_folder(args.memory, "--memory")
-    texts = [read_text(file, "TEXT") for file in list_texts(args.texts, args.suffixes)]
+    files = [[Path(x)] if x == "-" else find_files(x, "TEXT", args.suffixes) for x in args.texts]
+    texts = [read_text(file, "TEXT") for found in files for file in found]
     if not any(texts):
         raise ValueError(f"TEXT {' '.join(args.texts)} holds no text")
     model, tokenizer = load_with_memory(args)
     reading = Reading(model, args.memory)
     reading.resume(texts, args.append)
     print(f"reading {len(texts):,} text{'s'[: len(texts) > 1]}", file=sys.stderr)
-    num_tokens, saved_at, warned = 0, time.monotonic(), False
+    num_tokens, saved_at = 0, time.monotonic()
     with tqdm(total=sum(map(len, texts)), unit=" letters", unit_scale=True, desc="reading") as bar:
         for piece, letters in reading.pieces(texts, lambda text: encode(tokenizer, text).input_ids, args.piece):
             reading.read(piece)
             num_tokens += len(piece)
             bar.update(min(letters, bar.total - bar.n))  # sums of shares may be above the total
             bar.set_postfix_str(f"{num_tokens:,} tokens")
-            if not warned and (listed := num_listed(reading.cache)) is not None:
-                warned = True
-                tqdm.write(
-                    f"The memory's list of tokens is full: it now holds the last {listed:,} tokens or so, and will "
-                    "forget the tokens before them.",
-                    file=sys.stderr,
-                )
             if time.monotonic() - saved_at >= args.save_seconds:
                 reading.save()
                 saved_at = time.monotonic()

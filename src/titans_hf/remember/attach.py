@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,14 +49,8 @@ CHECK_LENGTH, CHECK_WINDOW = 24, 8  # of the text that a new memory is tried wit
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 
 
-class Generation(NamedTuple):
-    """A call of `generate()`: the columns of its prompt, and its own cache, which others use inside of it."""
-
-    num_columns: int
-    caches: list[MemoryCache]
-
-
-_GENERATION: ContextVar[Generation | None] = ContextVar("generation", default=None)
+# Inside of `generate()`: the columns of its prompt, and the caches of the calls, its own and others.
+_GENERATION: ContextVar[tuple[int, list[MemoryCache]] | None] = ContextVar("generation", default=None)
 
 
 def remember(
@@ -324,9 +317,9 @@ class RememberingModel(EndedRowsMixin):
                 raise ValueError(f"`cache_implementation` must be None for a model with a memory, got {kind!r}.")
             model_kwargs["cache"] = MemoryCache(self)
         if isinstance(cache := model_kwargs.get("cache"), MemoryCache):
-            generation = _GENERATION.get()
-            generation.caches.append(cache)
-            cache.prompt_end, cache.recalled = generation.num_columns, []
+            num_columns, caches = _GENERATION.get()
+            caches.append(cache)
+            cache.prompt_end, cache.recalled = num_columns, []
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
@@ -336,13 +329,13 @@ class RememberingModel(EndedRowsMixin):
         """
         prompt = kwargs.get("input_ids") if inputs is None else inputs
         number = 1 if prompt is None or not prompt.numel() else prompt.shape[-1]  # Transformers begins with one token
-        generation = Generation(number, [])
-        token = _GENERATION.set(generation)
+        caches: list[MemoryCache] = []
+        token = _GENERATION.set((number, caches))
         try:
             return super().generate(inputs, *args, **kwargs)
         finally:
             _GENERATION.reset(token)
-            for cache in generation.caches:
+            for cache in caches:
                 cache.prompt_end = None
                 cache.end_recall()
 
@@ -468,7 +461,7 @@ def _of_generation(
         return columns
     memory, length, begin = model.memory, columns.ids.shape[1], cache.get_seq_length()
     if cache.prompt_end is None:
-        cache.prompt_end = begin + length if returns_cache else generation.num_columns
+        cache.prompt_end = begin + length if returns_cache else generation[0]
     number = begin + torch.arange(length) - cache.prompt_end  # of own tokens before each, (T,)
     if memory.learn_from == "read":
         columns = columns._replace(learns=columns.learns & (number < 0))

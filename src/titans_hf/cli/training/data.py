@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from titans_hf.cli.shared.hub import go_offline_without_network
-from titans_hf.cli.shared.text_files import describe_files, find_files, normalize_newlines
+from titans_hf.cli.shared.text_files import find_files, normalize_newlines
 from titans_hf.cli.shared.text_ids import encode
 from titans_hf.cli.training.tokenizer import FIRST_BYTE, is_byte_tokenizer
 from titans_hf_console import RunArguments
@@ -256,8 +256,7 @@ def load_splits(
 def _load_files(path: Path, argument: str, streaming: bool) -> Dataset | IterableDataset:
     """Loads a file (as text if its suffix is unknown), or the files of a folder, which must be of one kind."""
     found = find_files(path, argument, tuple(BUILDERS))
-    if description := describe_files(path, found):
-        PartialState().print(description)
+    PartialState().print(f"{path}: {len(found)} {'file' if len(found) == 1 else 'files'}")
     builder, options = BUILDERS.get(found[0].suffix.lower(), TEXT)
     if any(BUILDERS.get(file.suffix.lower(), TEXT) != (builder, options) for file in found):
         suffixes = ", ".join(sorted({file.suffix.lower() for file in found}))

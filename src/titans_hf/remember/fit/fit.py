@@ -14,7 +14,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -201,8 +200,8 @@ def noting(model: PreTrainedModel, note: Callable) -> Iterator[None]:
         model.memory.token_list.note = None
 
 
-def choose_rate(model: PreTrainedModel, texts: Sequence[Tensor], saved: Saved, bar: tqdm) -> float:
-    """Sets one rate for all fast weights, and returns it: the best of at most NUM_RATES, found by doubling or halving
+def choose_rate(model: PreTrainedModel, texts: Sequence[Tensor], saved: Saved, bar: tqdm) -> None:
+    """Sets one rate for all fast weights: the best of at most NUM_RATES, found by doubling or halving
     FIRST_RATE as long as the mean loss of the texts falls.
     """
     fast, tried = model.memory.fast_weights, {}
@@ -221,7 +220,6 @@ def choose_rate(model: PreTrainedModel, texts: Sequence[Tensor], saved: Saved, b
         while len(tried) < NUM_RATES and loss(best + direction) < loss(best):
             best += direction
     fast.rates = dict.fromkeys(fast.directions, FIRST_RATE * 2.0**best)
-    return FIRST_RATE * 2.0**best
 
 
 def fit_start(
@@ -259,16 +257,6 @@ def fit_start(
     return {name: x / number for name, x in sums.items()}, moments
 
 
-class FitResult(NamedTuple):
-    """The gains of a fit. rate: theta. fast_weights: over the window alone, on the texts by which rates were compared.
-    token_list: over the fast weights, on the documents.
-    """
-
-    rate: float
-    fast_weights: Gains
-    token_list: Gains
-
-
 def fit_memory(
     model: PreTrainedModel,
     documents: Sequence[Tensor],
@@ -279,8 +267,10 @@ def fit_memory(
     seed: int = 0,
     folder: str | Path | None = None,
     progress: bool = True,
-) -> FitResult:
-    """Fits fast weights and list to texts, and gives the model a memory with them, in place.
+) -> tuple[Gains, Gains]:
+    """Fits fast weights and list to texts, and gives the model a memory with them, in place. Returns the gains of the
+    fast weights over the window alone, on the texts by which rates were compared, and of the list over the fast
+    weights, on the documents.
 
     Args:
         model: a causal language model, with a memory or without, also inside of PEFT's.
@@ -311,7 +301,7 @@ def fit_memory(
     try:
         with frozen(model):
             fit = _Fit(model, window, first_token, saved, progress)
-            fast_weights, moments, rate, gains = fit.fast_weights(documents, rank, seed)
+            fast_weights, moments, gains = fit.fast_weights(documents, rank, seed)
             token_list, of_list = fit.token_list(fast_weights, moments, documents, entries)
         kept = {"first_token": first_token, "passages": None if own is None else own.passages}
         remember(model, window, fast_weights=fast_weights, token_list=token_list, **kept)
@@ -321,7 +311,7 @@ def fit_memory(
         raise
     if own is not None:
         model.memory.learn_from, model.memory.learning = own.learn_from, own.learning
-    return FitResult(rate, gains, of_list)
+    return gains, of_list
 
 
 def _remember_as(model: PreTrainedModel, own: Memory) -> None:
@@ -348,12 +338,6 @@ def parts_for(documents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     )
 
 
-def num_readings(documents: Sequence[Tensor]) -> int:
-    """Returns how many tokens a fit reads at most; a token counts as often as it is read."""
-    texts, compared = (sum(map(len, x)) for x in parts_for(documents))
-    return 3 * texts + (NUM_RATES + 2) * compared + sum(map(len, documents))
-
-
 class _Fit:
     """The stages of a fit of one model, which has no memory between them."""
 
@@ -375,9 +359,7 @@ class _Fit:
     def bar(self, name: str, total: int) -> tqdm:
         return tqdm(desc=f"fitting {name}", total=total, unit="token", disable=not self.progress)
 
-    def fast_weights(
-        self, documents: Sequence[Tensor], rank: int, seed: int
-    ) -> tuple[FastWeights, Moments, float, Gains]:
+    def fast_weights(self, documents: Sequence[Tensor], rank: int, seed: int) -> tuple[FastWeights, Moments, Gains]:
         """Fits directions, rate and start; returns the moments of y and the gains too."""
         model, saved, (texts, compared) = self.model, self.saved, parts_for(documents)
         number, number_compared = sum(map(len, texts)), sum(map(len, compared))
@@ -387,7 +369,7 @@ class _Fit:
         fast = FastWeights(directions, dict.fromkeys(directions, FIRST_RATE), outputs)
         with self.memory(fast, Recorder()):
             with self.bar("rate", NUM_RATES * number_compared) as bar:
-                rate = choose_rate(model, compared, saved, bar)
+                choose_rate(model, compared, saved, bar)
             with self.bar("start", 2 * number) as bar:
                 start, moments = fit_start(model, texts, saved, bar)
             with tqdm(desc="measuring", total=2 * number_compared, unit="token", disable=not self.progress) as bar:
@@ -396,7 +378,7 @@ class _Fit:
                 model.set_memory_learning(True)
                 fast.start = start
                 after = losses_of(model, compared, bar)
-        return fast, moments, rate, Gains([torch.arange(len(x)) for x in before], before, after)
+        return fast, moments, Gains([torch.arange(len(x)) for x in before], before, after)
 
     def token_list(
         self, fast_weights: FastWeights, moments: Moments, documents: Sequence[Tensor], entries: int
