@@ -154,18 +154,6 @@ def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
     assert made[3:] == [(3, 0, 0.02), (3, 1, 0.02), (1, 0, 0.02), (1, 1, 0.02)]
 
 
-def test_bad_options(tsv):
-    """An impossible option is named before anything is trained."""
-    for options, message in (
-        (["--learning_rates", "0"], "--learning_rates must be above 0, but has 0.0"),
-        (["--folds", "51"], "--folds 51: 51 parts need as many groups"),
-        (["--set", "memory_depth=0", "--label", "x"], "(?s)the model lmm: .*memory_depth"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dna.main(command(tsv, *options))
-    assert not (tsv.parents[1] / "out").exists()
-
-
 def save(folder, row, fold, test, seed=0):
     """Appends a published record with another row, fold and score."""
     run = {"data": DATA, "row": row, "model": row, "learning_rate": 0.01, "fold": fold, "seed": seed}

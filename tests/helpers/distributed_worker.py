@@ -11,7 +11,7 @@ import torch.distributed as dist
 import yaml
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from common import PAPER, VARIANTS, assert_same, assert_same_cache, left_pad, make_ids, make_model, read
+from common import PAPER, VARIANTS, assert_same, assert_same_cache, make_ids, make_model, read
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -23,7 +23,6 @@ from titans_hf import TitansCache, TitansForCausalLM
 FSDP2 = Path(titans_hf.__file__).parent / "cli" / "configs" / "accelerate" / "fsdp2.yaml"
 WORLD_SIZE = 2
 IDS = make_ids(WORLD_SIZE, 41)  # beyond three windows, five segments and ten chunks
-GREEDY = dict(max_new_tokens=15, do_sample=False, pad_token_id=0)
 
 
 def run(rank: int, check: str, folder: str) -> None:
@@ -92,21 +91,6 @@ def check_data_parallel_step(model, reference, rank: int, tolerance: float = 1e-
         reference.zero_grad()
 
 
-def check_saved(model, reference, rank, folder):
-    """Compares the weights of the saved model."""
-    model.save_pretrained(f"{folder}-saved", is_main_process=rank == 0)
-    dist.barrier()
-    saved = AutoModelForCausalLM.from_pretrained(f"{folder}-saved", dtype=torch.float64)
-    for parameter, expected in zip(saved.parameters(), reference.parameters(), strict=True):
-        assert_same(parameter.detach(), expected.detach())
-
-
-def check_generation(model, reference, ids: torch.Tensor = IDS, **kwargs) -> None:
-    model.eval()
-    reference.eval()
-    assert torch.equal(model.generate(ids, **GREEDY, **kwargs), reference.generate(ids, **GREEDY, **kwargs))
-
-
 def ddp(rank, variant, folder):
     """Compares Accelerate's DDP with one process, also with parts turned off, and with a memory that never learns: it
     needs a gradient for every parameter.
@@ -122,17 +106,16 @@ def ddp(rank, variant, folder):
 
 
 def fsdp(rank, variant, folder):
-    """Compares a model that Transformers shards while loading: trained, generating and saved."""
-    tied = variant in ("mac", "mal")
-    reference = checkpoint(rank, folder, make_model(variant, tie_word_embeddings=tied)).train()
+    """Compares a model that Transformers shards while loading: trained, and generating."""
+    reference = checkpoint(rank, folder, make_model(variant, tie_word_embeddings=variant in ("mac", "mal"))).train()
     config = DistributedConfig(fsdp_size=WORLD_SIZE)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=config).train()
     assert all(isinstance(p, DTensor) for p in model.parameters())
     check_data_parallel_step(model, reference, rank)
     mask = torch.ones_like(IDS)
     mask[1 - rank, :18] = 0  # the ranks need not be alike
-    check_generation(model, reference, attention_mask=mask)
-    check_saved(model, reference, rank, folder)
+    options = dict(attention_mask=mask, max_new_tokens=15, do_sample=False, pad_token_id=0)
+    assert torch.equal(model.eval().generate(IDS, **options), reference.eval().generate(IDS, **options))
 
 
 def sharded(model, **options):
@@ -206,41 +189,26 @@ def fsdp_bfloat16(rank, variant, folder):
 
 
 def tensor_parallel(rank, variant, folder):
-    """Compares Transformers' tensor parallelism: each rank has half of the heads and reads the whole batch."""
-    tied = variant in ("mac", "mal")
-    reference = checkpoint(rank, folder, make_model(variant, tie_word_embeddings=tied))
-    config = DistributedConfig(tp_size=WORLD_SIZE)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=config)
-    for name, parameter in model.named_parameters():
-        replicated = "norm" in name or "persistent" in name
-        assert isinstance(parameter, DTensor) is not replicated, name
-    logits, cache = read(model, IDS, [13, 1, 1, 26])
-    expected, whole_cache = read(reference, IDS, [13, 1, 1, 26])
-    assert_same(logits, expected)
-    heads = model.config.memory_num_heads // WORLD_SIZE
-    for layer, whole_layer in zip(cache.layers, whole_cache.layers, strict=True):
-        for mine, all_heads in zip(layer.state.memory.weights, whole_layer.state.memory.weights, strict=True):
-            assert_same(mine, all_heads[:, rank * heads : (rank + 1) * heads])
-    for batches in ([IDS], list(IDS.split(1))):  # the second with gradient accumulation
-        assert_same(step(model.train(), batches), step(reference.train(), batches))
-        assert_same_step(model, reference)
-        model.zero_grad()
-        reference.zero_grad()
-    ids, mask = left_pad([make_ids(30), make_ids(17, seed=1)])
-    check_generation(model, reference, ids, attention_mask=mask)
-    check_generation(model, reference, IDS, attention_mask=torch.ones_like(IDS), num_beams=3)
-    check_saved(model, reference, rank, folder)
-
-
-def tensor_parallel_settings(rank, variant, folder):
-    """Compares other configurations; heads that two ranks cannot share raise an error."""
+    """Compares Transformers' tensor parallelism in several configurations: each rank has half of the heads, of the
+    cache's states too, and reads the whole batch. Heads that two ranks cannot share raise an error.
+    """
+    config, tied = DistributedConfig(tp_size=WORLD_SIZE), dict(tie_word_embeddings=variant in ("mac", "mal"))
     off = dict(memory_conv_kernel=1, memory_momentum=False, memory_forget=False, memory_depth=1)
-    for i, changes in enumerate((off, dict(memory_depth=3, memory_num_heads=2, num_persistent_tokens=0), PAPER)):
-        reference = checkpoint(rank, f"{folder}-{i}", make_model(variant, num_hidden_layers=1, **changes)).train()
-        config = DistributedConfig(tp_size=WORLD_SIZE)
+    for i, changes in enumerate((tied, off, dict(memory_depth=3, memory_num_heads=2, num_persistent_tokens=0), PAPER)):
+        reference = checkpoint(rank, f"{folder}-{i}", make_model(variant, num_hidden_layers=1, **changes))
         model = AutoModelForCausalLM.from_pretrained(f"{folder}-{i}", dtype=torch.float64, distributed_config=config)
-        assert_same(step(model.train(), [IDS]), step(reference, [IDS]))
-        assert_same_step(model, reference)
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor) is not ("norm" in name or "persistent" in name), name
+        (logits, cache), (expected, whole_cache) = (read(x, IDS, [13, 1, 1, 26]) for x in (model, reference))
+        assert_same(logits, expected)
+        heads = model.config.memory_num_heads // WORLD_SIZE
+        for mine, all_heads in zip(cache.memory_weights(0), whole_cache.memory_weights(0), strict=True):
+            assert_same(mine, all_heads[:, rank * heads : (rank + 1) * heads])
+        for batches in ([IDS], list(IDS.split(1)))[: 1 + (i == 0)]:  # the second with gradient accumulation
+            assert_same(step(model.train(), batches), step(reference.train(), batches))
+            assert_same_step(model, reference)
+            model.zero_grad()
+            reference.zero_grad()
     uncut = dict(memory_num_heads=1) if variant == "lmm" else dict(num_key_value_heads=1)
     checkpoint(rank, f"{folder}-uncut", make_model(variant, **uncut))
     try:
