@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub.utils import WeakFileLock
@@ -35,20 +35,6 @@ TEMPORARY_FOLDER = re.compile(r"memory-[0-9a-f]{32}\.tmp")
 # Attributes of PEFT's layers that say which of a model's adapters are applied, and by which factor.
 ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 AUTOCAST = (torch.bfloat16, torch.float16)  # dtypes of a call under autocast
-
-
-class SavedMemory(NamedTuple):
-    """The content of a memory folder.
-
-    description: the content of memory.json; before a save, without the entries that `write_memory` adds. tensors: by
-    name; "0.state.conv_state" is a tensor of layer 0. num_columns, record_past: attributes of the cache's layers
-    (`TitansCacheLayer`), the same in all of them.
-    """
-
-    description: dict[str, Any]
-    tensors: dict[str, Tensor]
-    num_columns: int
-    record_past: bool
 
 
 def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
@@ -119,19 +105,26 @@ def naming_folder(folder: str | os.PathLike, doing: str, others: type[Exception]
         raise kind(f"the memory in {folder} cannot be {doing}: {reason}") from error
 
 
-def write_memory(folder: str | os.PathLike, memory: SavedMemory, seen: dict[Path, dict[str, Any] | None]) -> None:
-    """Replaces the memory of a folder, atomically; waits while another process saves there. Format, file name, size
-    and checksum are added to the description.
+def write_memory(
+    folder: str | os.PathLike,
+    description: dict[str, Any],
+    tensors: dict[str, Tensor],
+    seen: dict[Path, dict[str, Any] | None],
+    **counts: int | bool,
+) -> None:
+    """Replaces the memory of a folder, atomically; waits while another process saves there.
 
+    description: the content of memory.json, to which format, file name, size and checksum are added. tensors: by name;
+    "0.state.conv_state" is a tensor of layer 0. counts: num_columns, record_past, attributes of all the cache's layers.
     seen: by folder, the description that the caller last read or wrote there, None for a folder without one; updated.
     If another process has saved since, this memory goes into a new folder beside, and ValueError is raised. Other
     errors, as in `naming_folder`, leave the folder's memory as it was.
     """
     folder = Path(folder)
     with naming_folder(folder, "saved"):
-        for name, x in memory.tensors.items():
+        for name, x in tensors.items():
             _check_finite(name, x)
-        about = memory.description["about"]
+        about = description["about"]
         if type(about) is not dict:
             raise ValueError(f"`about` must be a dict, but is {about!r:.80}")
         json.dumps(about)
@@ -141,28 +134,27 @@ def write_memory(folder: str | os.PathLike, memory: SavedMemory, seen: dict[Path
             place = folder.resolve()
             if place in seen and _current(folder) not in (None, seen[place]):
                 beside = folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:8]}")
-                write_memory(beside, memory, seen)
+                write_memory(beside, description, tensors, seen, **counts)
                 raise ValueError(f"another process has changed it since it was loaded; this memory is kept in {beside}")
-            seen[place] = _write(folder, memory)
+            seen[place] = _write(folder, description, tensors, counts)
             _remove_leftovers(folder)
 
 
-def _write(folder: Path, memory: SavedMemory) -> dict[str, Any]:
+def _write(folder: Path, description: dict[str, Any], tensors: dict[str, Tensor], counts: dict) -> dict[str, Any]:
     """Writes the file of a memory, then its description, and returns the description as JSON reads it."""
     # A folder, because safetensors creates a temporary file beside the file that it writes.
     new = folder / f"memory-{uuid.uuid4().hex}.tmp"
     new.mkdir()
     try:
         # Copies, because safetensors refuses tensors that share their storage.
-        tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in memory.tensors.items()}
+        tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in tensors.items()}
         # One metadata entry, because safetensors writes several in random order: equal memories have equal checksums.
         # Padded, so that the file's size does not depend on the number of tokens read.
-        scalars = json.dumps({"num_columns": memory.num_columns, "record_past": memory.record_past}).ljust(64)
-        save_file(tensors, new / "tensors", {"cache": scalars})
+        save_file(tensors, new / "tensors", {"cache": json.dumps(counts).ljust(64)})
         checksum, size = _checksum(new / "tensors"), (new / "tensors").stat().st_size
         file = folder / f"memory-{checksum[:16]}.safetensors"
         _replace(new / "tensors", file)
-        content = {"format": FORMAT, "format_version": VERSION, **memory.description}
+        content = {"format": FORMAT, "format_version": VERSION, **description}
         content |= {"file": file.name, "bytes": size, "sha256": checksum}
         text = json.dumps(content, indent=2)
         (new / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
@@ -172,8 +164,11 @@ def _write(folder: Path, memory: SavedMemory) -> dict[str, Any]:
     return json.loads(text)
 
 
-def read_memory(folder: str | os.PathLike, expected: dict[str, Any]) -> SavedMemory:
-    """Reads the memory of a folder and checks that the model with the fingerprint `expected` wrote it.
+def read_memory(
+    folder: str | os.PathLike, expected: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor], int, bool]:
+    """Reads the memory of a folder and checks that the model with the fingerprint `expected` wrote it. Returns
+    description, tensors, num_columns and record_past, as `write_memory` got them.
 
     Tensors are memory-mapped: they are read from the file when they are used. Raises FileNotFoundError for a folder
     without a memory; other errors as in `naming_folder`.
@@ -184,7 +179,7 @@ def read_memory(folder: str | os.PathLike, expected: dict[str, Any]) -> SavedMem
         try:
             with naming_folder(folder, "loaded"):
                 _check_model(description["model"], expected)
-                return _read_tensors(Path(folder), description)
+                return description, *_read_tensors(Path(folder), description)
         except (ValueError, OSError):
             if description == failed:
                 raise
@@ -212,7 +207,7 @@ def _check_model(saved: dict[str, Any], expected: dict[str, Any]) -> None:
             raise ValueError(f"it is the memory of another model: its {name} is {other!r:.200}, not {value!r}")
 
 
-def _read_tensors(folder: Path, description: dict[str, Any]) -> SavedMemory:
+def _read_tensors(folder: Path, description: dict[str, Any]) -> tuple[dict[str, Tensor], int, bool]:
     """Reads the file that memory.json names. Raises ValueError if the file is not as it was saved."""
     name = description["file"]
     file = folder / name
@@ -226,7 +221,7 @@ def _read_tensors(folder: Path, description: dict[str, Any]) -> SavedMemory:
     num_columns, record_past = scalars["num_columns"], scalars["record_past"]
     if type(num_columns) is not int or num_columns < 0 or type(record_past) is not bool:
         raise ValueError(f"{name} has num_columns {num_columns!r:.80} and record_past {record_past!r:.80}")
-    return SavedMemory(description, tensors, num_columns, record_past)
+    return tensors, num_columns, record_past
 
 
 class TensorReader:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .cache_files import LOCK, SavedMemory, TensorReader, naming_folder, read_memory, write_memory
+from .cache_files import LOCK, TensorReader, naming_folder, read_memory, write_memory
 from .cache_files import model_fingerprint as fingerprint_of
 from .cache_layer import RecordedColumns, TitansCacheLayer
 from .configuration_titans import VARIANTS, TitansConfig, field_facts
@@ -222,9 +222,8 @@ class TitansCache(Cache):
         tokens_seen = [] if num_seen is None else num_seen.tolist()
         facts = model_fingerprint or fingerprint_of(model)
         description = {"model": facts, "tokens_seen": tokens_seen, "about": self.about}
-        first = self.layers[0]
-        memory = SavedMemory(description, tensors, int(first.num_columns), first.record_past)
-        write_memory(folder, memory, self.seen_in_folders)
+        counts = {"num_columns": int(self.layers[0].num_columns), "record_past": self.layers[0].record_past}
+        write_memory(folder, description, tensors, self.seen_in_folders, **counts)
 
     @classmethod
     def from_pretrained(
@@ -243,22 +242,23 @@ class TitansCache(Cache):
         or altered, for tensors that no cache of the model has, and for another format.
         """
         model = _model_of_transformers(model)
-        saved = read_memory(folder, model_fingerprint or fingerprint_of(model))
+        facts = model_fingerprint or fingerprint_of(model)
+        description, tensors, num_columns, record_past = read_memory(folder, facts)
         cache = cls(model.config, **options)
         with naming_folder(folder, "loaded"):
-            cache.about = dict(saved.description["about"])
-            reader = TensorReader(saved.tensors, model.config)
+            cache.about = dict(description["about"])
+            reader = TensorReader(tensors, model.config)
             for i, (layer, decoder_layer) in enumerate(zip(cache.layers, model.base_model.layers, strict=True)):
                 mixer = decoder_layer.mixer
                 parameter = next(mixer.parameters())
                 with torch.no_grad():
                     like = mixer.initial_state(1, parameter.dtype)
                 layer.restore(partial(reader.take, i), like, parameter.new_zeros(1, 0, model.config.hidden_size))
-                layer.record_past, layer.is_initialized = saved.record_past, saved.num_columns > 0
-                layer.set_num_columns(saved.num_columns)
+                layer.record_past, layer.is_initialized = record_past, num_columns > 0
+                layer.set_num_columns(num_columns)
                 layer.apply(methodcaller("to", parameter.device))
             reader.finish()
-        cache.seen_in_folders[Path(folder).resolve()] = saved.description
+        cache.seen_in_folders[Path(folder).resolve()] = description
         return cache
 
     def push_to_hub(self, repo_id: str, model: PreTrainedModel, *, private: bool = True, **kwargs) -> CommitInfo:

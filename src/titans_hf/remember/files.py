@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..cache_files import AUTOCAST, SavedMemory, check_tensor, naming_folder, read_memory, weight_facts, write_memory
+from ..cache_files import AUTOCAST, check_tensor, naming_folder, read_memory, weight_facts, write_memory
 from .titans_layer import is_titans
 from .window import KeyValueLayer, StateLayer
 
@@ -31,7 +31,8 @@ def save(cache: Cache, folder: str | os.PathLike, fingerprint: dict[str, Any]) -
     tensors["first_column"] = torch.tensor(cache.first_column)
     tensors |= layer_tensors(cache) if cache.seen.any() else {}
     description = {"model": fingerprint, "tokens_seen": cache.seen.tolist(), "about": cache.about}
-    write_memory(folder, SavedMemory(description, tensors, cache.num_columns, False), cache.seen_in_folders)
+    counts = {"num_columns": cache.num_columns, "record_past": False}
+    write_memory(folder, description, tensors, cache.seen_in_folders, **counts)
 
 
 def load(cache: Cache, folder: str | os.PathLike, model: PreTrainedModel, fingerprint: dict[str, Any]) -> Cache:
@@ -40,16 +41,16 @@ def load(cache: Cache, folder: str | os.PathLike, model: PreTrainedModel, finger
     Raises FileNotFoundError for a folder without a memory, ValueError that names the folder for a memory of another
     model or a damaged one.
     """
-    saved = read_memory(folder, fingerprint)
-    cache.seen_in_folders[Path(folder).resolve()] = saved.description
+    description, tensors, num_columns, _ = read_memory(folder, fingerprint)
+    cache.seen_in_folders[Path(folder).resolve()] = description
     with naming_folder(folder, "loaded"):
-        cache.about, tensors, whole = dict(saved.description["about"]), dict(saved.tensors), (torch.int64,)
+        cache.about, whole = dict(description["about"]), (torch.int64,)
         seen = check_tensor("seen", tensors.pop("seen"), (None,), whole, end=2**62)
         steps = check_tensor("steps", tensors.pop("steps"), seen.shape, whole, end=2**62)
-        first = check_tensor("first_column", tensors.pop("first_column"), (), whole, end=saved.num_columns + 1)
+        first = check_tensor("first_column", tensors.pop("first_column"), (), whole, end=num_columns + 1)
         if len(seen):
             cache.begin(model, len(seen), next(x.device for x in model.parameters() if x.device.type != "meta"))
-        cache.seen, cache.steps, cache.num_columns, cache.first_column = seen, steps, saved.num_columns, int(first)
+        cache.seen, cache.steps, cache.num_columns, cache.first_column = seen, steps, num_columns, int(first)
         of_layers = layer_tensors(_of_one_token(cache, model)) if seen.any() else {}
         forms = {f"state.{name}": x for name, x in cache.state.items()} | of_layers
         if missing := forms.keys() - tensors.keys():
