@@ -2,7 +2,6 @@
 
 import copy
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -11,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .cache_files import LOCK, TensorReader, naming_folder, read_memory, write_memory
+from .cache_files import TensorReader, naming_folder, read_memory, write_memory
 from .cache_files import model_fingerprint as fingerprint_of
 from .cache_layer import RecordedColumns, TitansCacheLayer
 from .configuration_titans import VARIANTS, TitansConfig, field_facts
@@ -260,19 +258,6 @@ class TitansCache(Cache):
             reader.finish()
         cache.seen_in_folders[Path(folder).resolve()] = description
         return cache
-
-    def push_to_hub(self, repo_id: str, model: PreTrainedModel, *, private: bool = True, **kwargs) -> CommitInfo:
-        """Uploads the files of `save_pretrained`. The repository is private by default, because a memory contains the
-        text that was read.
-
-        kwargs: arguments of `HfApi.upload_folder`, such as `token`, `revision` and `commit_message`.
-        """
-        api = HfApi(token=kwargs.pop("token", None))
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, model)
-            Path(folder, LOCK).unlink(missing_ok=True)
-            return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
 
     def check_fits(self, config: TitansConfig, batch_size: int) -> None:
         """Raises ValueError, naming the difference, for another config or batch size than the cache was made for."""

@@ -1,4 +1,4 @@
-"""Adapts `generate()` to Titans: its cache, its masks, and the surprise of the tokens."""
+"""Adapts `generate()` to Titans: its cache and its masks."""
 
 import copy
 from functools import wraps
@@ -11,30 +11,12 @@ from transformers.utils import logging
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache_titans import TitansCache, check_cache_class
-from .mixers_titans import LayerSurprise
 from .token_grid import check_not_empty
 
 logger = logging.get_logger(__name__)
 
 # Options of the cache by `cache_implementation`; none for other values: every Titans cache has a limited size.
 CACHES = {"static": {"compileable": True}, "offloaded": {"offloading": True}, "offloaded_static": {"offloading": True}}
-SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-
-
-class SurpriseCollector:
-    """Collects the surprise of consecutive calls of a model: pass it to each as `output_surprise`."""
-
-    def __init__(self):
-        self.calls: list[tuple[LayerSurprise, ...]] = []
-
-    def joined(self, num_columns: int | None = None) -> tuple[LayerSurprise, ...]:
-        """Returns one `LayerSurprise` per layer, with the tokens of all calls. With `num_columns`, a last call beyond
-        them is left out: on MPS, `generate()` decodes one token more than it returns, and undoes it.
-        """
-        calls = self.calls
-        if num_columns is not None and sum(call[0].num_columns for call in calls) > num_columns:
-            calls = calls[:-1]
-        return tuple(map(LayerSurprise.joined, zip(*calls, strict=True)))
 
 
 class FinishedRows(StoppingCriteriaList):
@@ -141,26 +123,14 @@ class TitansGenerationMixin(EndedRowsMixin):
         self._starting_cache = cache
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    def generate(self, inputs: Tensor | None = None, *args, output_surprise: bool = False, **kwargs):
-        """Generates as in Transformers. With `output_surprise` (and `return_dict_in_generate`) the result has
-        `surprise`, one `LayerSurprise` per layer, for the prompt's tokens and all generated tokens but the last, which
-        is not read.
-
-        Raises ValueError for `output_surprise` with beams, assisted decoding or a compiled step, and for empty inputs.
-        """
+    def generate(self, inputs: Tensor | None = None, *args, **kwargs):
+        """Generates as in Transformers. Raises ValueError for empty inputs."""
         ids = kwargs.get("input_ids") if inputs is None else inputs
         if (embeds := kwargs.get("inputs_embeds")) is not None:  # Transformers then creates the ids
             check_not_empty("inputs_embeds", embeds, 3)
         elif ids is not None:
             check_not_empty("input_ids", ids, 2)
-        if not output_surprise:
-            return super().generate(inputs, *args, **kwargs)
-        collector = SurpriseCollector()  # not an attribute: other threads may use the model
-        given = kwargs.get("cache")
-        num_before = given.get_seq_length() if isinstance(given, TitansCache) else 0
-        result = super().generate(inputs, *args, output_surprise=collector, **kwargs)
-        result["surprise"] = collector.joined(result["cache"].get_seq_length() - num_before)
-        return result
+        return super().generate(inputs, *args, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size: int, max_cache_length: int
@@ -172,8 +142,6 @@ class TitansGenerationMixin(EndedRowsMixin):
         """
         given = model_kwargs.get("cache")
         _check_inputs(generation_config, generation_mode, model_kwargs)
-        if model_kwargs.get("output_surprise"):
-            _check_surprise(generation_config, generation_mode)
         if given is not None:
             if isinstance(given, TitansCache):
                 check_prompt(generation_config, model_kwargs, generation_mode)
@@ -299,18 +267,3 @@ def check_prompt(generation_config, model_kwargs: dict, generation_mode: Generat
             f"The prompt has {num_columns} columns, its mask included, but `cache` has read {num_read} "
             f"already, which come first in a prompt: {advice}"
         )
-
-
-def _check_surprise(generation_config, generation_mode: GenerationMode) -> None:
-    """Raises ValueError unless every token is read exactly once, in order, in calls that are not compiled."""
-    problem = None
-    if generation_mode not in SEQUENTIAL_MODES:
-        problem = f"in {generation_mode.value}, which discards tokens that were read"
-    elif generation_config.cache_implementation == "static":
-        problem = "with `cache_implementation='static'`, which compiles"
-    elif generation_config.use_cache is False:
-        problem = "with `use_cache=False`, which reads tokens again"
-    elif not generation_config.return_dict_in_generate:
-        problem = "without `return_dict_in_generate=True`, which returns it"
-    if problem:
-        raise ValueError(f"`output_surprise` is not possible {problem}.")

@@ -4,7 +4,7 @@ Their base, `TitansMixer`, is a function of a call's tokens and of the state bef
 (`output_surprise=True` in a call), a mixer also returns the surprise of each token, `LayerSurprise`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -37,11 +37,6 @@ class LayerSurprise:
     """
 
     parts: tuple[tuple[Sequence[Update], TokenGrid], ...]
-
-    @property
-    def num_columns(self) -> int:
-        """Number T of columns."""
-        return sum(grid.num_columns for _, grid in self.parts)
 
     @property
     def gradient_norm(self) -> Tensor:
@@ -78,11 +73,6 @@ class LayerSurprise:
                 slots = slots.masked_fill(grid.is_padding[:, None, None], 0)
             calls.append(grid.gather(slots.mT).mT)
         return torch.cat(calls, dim=-1)
-
-    @classmethod
-    def joined(cls, calls: Iterable["LayerSurprise"]) -> "LayerSurprise":
-        """Concatenates the surprise of consecutive calls."""
-        return cls(tuple(part for call in calls for part in call.parts))
 
 
 class MixerOutput(NamedTuple):

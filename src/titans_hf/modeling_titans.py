@@ -33,7 +33,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .cache_titans import TitansCache, check_cache_class, undone_on_error
 from .configuration_titans import TitansConfig, check_config
-from .generation_titans import SurpriseCollector, TitansGenerationMixin
+from .generation_titans import TitansGenerationMixin
 from .memory_ops import compile_chunks
 from .mixers_titans import LayerSurprise, TitansMixer, make_mixer
 from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TitansRMSNorm, TokenGate
@@ -299,7 +299,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        output_surprise: bool | SurpriseCollector | None = None,
+        output_surprise: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -309,7 +309,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is the mean cross
                 entropy, or, with `num_items_in_batch`, the sum divided by it.
             logits_to_keep: compute logits only for the last n positions, or for the positions given; 0 for all.
-            output_surprise: return the surprise of each token and its gates; a `SurpriseCollector` also collects them.
+            output_surprise: return the surprise of each token and its gates.
         Returns the loss if there are labels, logits (B, T or fewer, vocab_size), and the outputs of `TitansModel`.
         """
         with undone_on_error(cache):
@@ -325,8 +325,6 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
                 seq_idx=seq_idx,
                 **kwargs,
             )
-            if isinstance(output_surprise, SurpriseCollector):
-                output_surprise.calls.append(outputs.surprise)
             logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
             loss = None
             if labels is not None:

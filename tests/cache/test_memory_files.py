@@ -1,10 +1,8 @@
 """A memory saved and loaded equals the original, and an interrupted save leaves the one before."""
 
 import json
-import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,23 +96,6 @@ def test_an_interrupted_save_leaves_the_memory_before(step, memory, monkeypatch)
     after = saved(read(model, IDS[:, ::2])[1], model, folder)
     assert after.get_seq_length() == 30
     assert len(names(folder)) == 2  # nothing is left of the interrupted one
-
-
-def test_push_to_hub(monkeypatch, memory):
-    """push_to_hub() uploads a loadable memory to a private repository."""
-    (model, folder), calls = memory, []
-
-    def upload(api, *, repo_id, folder_path, **options):
-        shutil.copytree(folder_path, folder / "pushed")
-        calls.append((repo_id, options))
-
-    repository = SimpleNamespace(repo_id="someone/my-memory")
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **given: calls.append(given) or repository)
-    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
-    cache = read(model, IDS)[1]
-    cache.push_to_hub("my-memory", model, commit_message="read")
-    assert calls[0]["private"] is True and calls[1] == ("someone/my-memory", {"commit_message": "read"})
-    assert_equal(TitansCache.from_pretrained(folder / "pushed", model), cache)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="limits the size of files on Unix alone")

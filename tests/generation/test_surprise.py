@@ -102,40 +102,6 @@ def test_it_is_told_on_request_alone(variant):
     assert all(map(torch.equal, *gradients))
 
 
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_generate_tells_it(variant):
-    """generate() returns each token's surprise once, padded, in chunks or from a cache."""
-    model = shared_model(variant)
-    ids, mask = left_pad([make_ids(30), make_ids(17, seed=1)])
-    options = dict(GREEDY, attention_mask=mask, return_dict_in_generate=True, output_surprise=True)
-    result = model.generate(ids, **options)
-    mask = torch.cat([mask, torch.ones(2, 9, dtype=torch.long)], dim=1)
-    expected = surprise_of(model, result.sequences[:, :-1], attention_mask=mask[:, :-1])
-    assert_same(stacked(result.surprise), expected)
-    assert_same(stacked(model.generate(ids, **options, prefill_chunk_size=7).surprise), expected)
-    later = model.generate(result.sequences, cache=result.cache, **options | {"attention_mask": mask})
-    assert stacked(later.surprise).shape[-1] == 1 + 8
-    assert "surprise" not in model.generate(ids, **GREEDY, return_dict_in_generate=True)
-
-
-@in_one_test(
-    "options,message",
-    [
-        (dict(num_beams=2), "not possible in beam_search"),
-        (dict(prompt_lookup_num_tokens=2), "not possible in assisted_generation"),
-        (dict(cache_implementation="static"), "not possible with `cache_implementation='static'`"),
-        (dict(use_cache=False), "not possible with `use_cache=False`"),
-        (dict(return_dict_in_generate=False), "not possible without `return_dict_in_generate=True`"),
-    ],
-)
-def test_where_it_cannot_be_told(options, message):
-    """Modes without one surprise per token raise an error."""
-    with pytest.raises(ValueError, match=message):
-        shared_model("mag").generate(
-            make_ids(1, 9), output_surprise=True, **GREEDY | dict(return_dict_in_generate=True) | options
-        )
-
-
 def test_columns_that_are_read_again_are_told_once():
     """After crop() a call returns the surprise of its own tokens alone."""
     model, ids = shared_model("mag"), make_ids(2, 30)
