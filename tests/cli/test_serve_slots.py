@@ -8,14 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from common import make_model
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from remember_models import small_model
+from transformers import GenerationConfig
 
 from titans_hf.cli.serving.generation import ServedModel
 from titans_hf.cli.serving.requests import ServedRequest
 from titans_hf.remember import remember
 from titans_hf.remember.passages import Passages
 
-SIZES = {"vocab_size": 100, "eos_token_id": 1, "pad_token_id": 0}
+SIZES = {"vocab_size": 100, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
 
 
 def make_served(kind: str) -> tuple:
@@ -23,13 +24,10 @@ def make_served(kind: str) -> tuple:
     if kind in ("mac", "mag", "mal", "lmm"):
         model = make_model(kind, dtype=torch.float32, **SIZES)
     else:
-        torch.manual_seed(0)
-        shapes = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3, "bos_token_id": None}
-        config = LlamaConfig(hidden_size=32, intermediate_size=48, **shapes, **SIZES)
         window = None if kind == "full" else 32
         parts = {"memory": ("passages", "fast_weights"), "passages": Passages(4, 1, 3, query=8, every=6)}
         learn_from = "all" if kind == "all" else "read"
-        model = remember(LlamaForCausalLM(config).eval(), window, **parts, learn_from=learn_from)
+        model = remember(small_model(**SIZES).float(), window, **parts, learn_from=learn_from)
     model.generation_config.eos_token_id = None
     return model, ServedModel(model, snapshots=8)
 

@@ -81,14 +81,6 @@ def test_decoding(tmp_path):
 MEMORY = ["memory", "--heads", "1", "--batch_size", "1", "--repeats", "1", "--lengths"]
 
 
-def test_the_memory_alone(tmp_path):
-    """The memory benchmark has a row of each length, with shares of a large product; peaks grow with the length."""
-    rows = run(tmp_path, *MEMORY, "64", "200", "--set", "memory_form=delta")
-    assert [row["tokens"] for row in rows] == [64, 200]
-    assert all(0 < row[f"{what} of large product"] < 2 for row in rows for what in ("forward", "both"))
-    assert rows[0]["forward peak MB"] < rows[0]["both peak MB"] < rows[1]["both peak MB"]
-
-
 def test_a_wrong_memory_is_not_timed(monkeypatch, tmp_path):
     """A program whose outputs differ from those of float64 stops the benchmark before timing."""
     right = neural_memory.memorize_on_grid

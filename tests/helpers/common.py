@@ -55,6 +55,34 @@ FORMS = {
     "gated output": dict(memory_residual=False),
 }
 
+# Each setting that has code of its own.
+SETTINGS = {
+    "base": {},
+    **FORMS,
+    "chunk is segment": dict(memory_chunk_size=8),
+    "three chunks a segment": dict(segment_length=12),
+    "chunk of one": dict(memory_chunk_size=1),
+    "no persistent tokens": dict(num_persistent_tokens=0),
+    "persistent tokens over two chunks": dict(num_persistent_tokens=7),
+    "linear memory": dict(memory_depth=1),
+    "deep memory": dict(memory_depth=3, memory_expansion=1),
+    "no momentum": dict(memory_momentum=False),
+    "no forgetting": dict(memory_forget=False),
+    "neither": dict(memory_momentum=False, memory_forget=False),
+    "memory off": dict(memory_max_lr=0.0),
+    "no convolution": dict(memory_conv_kernel=1),
+    "convolution over two chunks": dict(memory_conv_kernel=7),
+    "plain loss": dict(memory_error_clip=None, memory_max_lr=0.05),
+    "tight clip": dict(memory_error_clip=0.3),
+    "window of one": dict(sliding_window=1),
+    "window of two": dict(sliding_window=2),
+    "window beyond the sequence": dict(sliding_window=100),
+    "segment beyond the sequence": dict(segment_length=80),
+    "other heads": dict(num_key_value_heads=1, head_dim=12, memory_num_heads=2, rope_parameters={"rope_theta": 100.0}),
+    "three layers": dict(num_hidden_layers=3),
+    "full rotary": dict(rope_parameters={"partial_rotary_factor": 1.0, "rope_theta": 10000.0}),
+}
+
 # Files of the package that travel with no checkpoint: the references, and those that make a model.
 STAY = {f"{name}.py" for name in ("__init__", "__main__", "memory_listing", "memory_reference")}
 

@@ -2,7 +2,7 @@
 
 import pytest
 from common import (
-    FORMS,
+    SETTINGS,
     VARIANTS,
     assert_same,
     assert_same_cache,
@@ -13,30 +13,6 @@ from common import (
     read,
     shared_model,
 )
-
-CHANGES = {
-    **FORMS,
-    "chunk is segment": dict(memory_chunk_size=8),
-    "three chunks a segment": dict(segment_length=12),
-    "chunk of one": dict(memory_chunk_size=1),
-    "no persistent tokens": dict(num_persistent_tokens=0),
-    "linear memory": dict(memory_depth=1),
-    "deep memory": dict(memory_depth=3),
-    "hidden layers fixed": dict(memory_hidden_step=0.0),
-    "no momentum": dict(memory_momentum=False),
-    "no forgetting": dict(memory_forget=False),
-    "neither": dict(memory_momentum=False, memory_forget=False),
-    "no convolution": dict(memory_conv_kernel=1),
-    "convolution over two chunks": dict(memory_conv_kernel=7),
-    "plain loss": dict(memory_error_clip=None, memory_max_lr=0.05),
-    "window of one": dict(sliding_window=1),
-    "window of two": dict(sliding_window=2),
-    "window beyond the sequence": dict(sliding_window=100),
-    "segment beyond the sequence": dict(segment_length=80),
-    "other heads": dict(num_key_value_heads=1, memory_num_heads=2, head_dim=12),
-    "three layers": dict(num_hidden_layers=3),
-    "full rotary": dict(rope_parameters={"partial_rotary_factor": 1.0}),
-}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -51,7 +27,7 @@ def test_every_split_in_two(variant):
         assert_same_cache(cache, after)
 
 
-@pytest.mark.parametrize("variant,changes", each_variant(CHANGES))
+@pytest.mark.parametrize("variant,changes", each_variant(SETTINGS))
 def test_settings_keep_one_model(variant, changes):
     """In every setting, single tokens and calls off all boundaries give the logits and state of one call."""
     model, ids = make_model(variant, **{"num_hidden_layers": 1, **changes}), make_ids(2, 35)

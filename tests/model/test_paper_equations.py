@@ -5,8 +5,8 @@ the paper, in `paper_model.py`.
 import pytest
 import torch
 from common import (
-    FORMS,
     PAPER,
+    SETTINGS,
     VARIANTS,
     assert_same,
     each_variant,
@@ -19,31 +19,8 @@ from paper_model import paper_forward
 
 LENGTH = 26  # two windows, three segments, six chunks, and a part of each
 
-CHANGES = {
-    "base": {},
-    "no persistent tokens": dict(num_persistent_tokens=0),
-    "persistent tokens over two chunks": dict(num_persistent_tokens=7),
-    "linear memory": dict(memory_depth=1),
-    "deep memory": dict(memory_depth=3, memory_expansion=1),
-    "hidden layers fixed": dict(memory_hidden_step=0.0),
-    "no momentum": dict(memory_momentum=False),
-    "no forgetting": dict(memory_forget=False),
-    "memory off": dict(memory_max_lr=0.0),
-    "no convolution": dict(memory_conv_kernel=1),
-    "plain loss": dict(memory_error_clip=None, memory_max_lr=0.05),
-    "tight clip": dict(memory_error_clip=0.3),
-    **FORMS,
-    "chunk is segment": dict(memory_chunk_size=8),
-    "chunk of one": dict(memory_chunk_size=1),
-    "window of one": dict(sliding_window=1),
-    "window beyond the sequence": dict(sliding_window=100),
-    "segment beyond the sequence": dict(segment_length=48),
-    "other heads": dict(num_key_value_heads=4, head_dim=12, memory_num_heads=2, rope_parameters={"rope_theta": 100.0}),
-    "full rotary": dict(rope_parameters={"partial_rotary_factor": 1.0, "rope_theta": 10000.0}),
-}
 
-
-@pytest.mark.parametrize("variant,changes", each_variant(CHANGES))
+@pytest.mark.parametrize("variant,changes", each_variant(SETTINGS))
 def test_logits_equal_the_naive_model(variant, changes):
     """Logits equal the naive model's in every setting."""
     model, ids = make_model(variant, **(changes and {"num_hidden_layers": 1, **changes})), make_ids(LENGTH)

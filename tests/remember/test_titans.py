@@ -1,12 +1,15 @@
 """`remember` on a Titans: fast weights and list beside its own memory."""
 
+import functools
+
 import pytest
 import torch
+from common import make_model
 from families import CHUNK, differences, small_memory
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from titans_hf import MemoryCache, TitansConfig, TitansForCausalLM, fit_memory, remember, save_adapter
+from titans_hf import MemoryCache, TitansForCausalLM, fit_memory, remember, save_adapter
 
 IDS = torch.randint(3, 53, (2, 45), generator=torch.Generator().manual_seed(1))
 MODELS = {
@@ -16,15 +19,7 @@ MODELS = {
 }
 
 
-def titans(**fields) -> TitansForCausalLM:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    lengths = {"sliding_window": 9, "segment_length": 8, "memory_chunk_size": 4}
-    torch.manual_seed(0)
-    model = TitansForCausalLM(TitansConfig(vocab_size=53, eos_token_id=None, **sizes, **lengths, **fields))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p) if p.dim() > 1 else 0)
-    return model.double().eval()
+titans = functools.partial(make_model, vocab_size=53, sliding_window=9, bos_token_id=1)
 
 
 def with_memory(model: TitansForCausalLM) -> TitansForCausalLM:
