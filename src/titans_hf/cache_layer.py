@@ -1,5 +1,4 @@
-"""The cache of one decoder layer: its state, the record from which a crop restores an earlier state, batch operations
-and offloading.
+"""The cache of one decoder layer: its state, the record from which a crop restores an earlier state, batch operations.
 
 States are never changed in place, but are not frozen either: Transformers' exporters set the fields of a copy.
 """
@@ -194,10 +193,9 @@ class TitansCacheLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, compileable: bool = False, offloading: bool = False):
+    def __init__(self, compileable: bool = False):
         super().__init__()
         self.is_compileable = compileable
-        self.offloading = offloading
         self.state: LayerState | None = None
         self.set_num_columns(0)
         self.record_past = False
@@ -206,11 +204,9 @@ class TitansCacheLayer(CacheLayerMixin):
         self.restart: Tensor | None = None
 
     def state_before_call(self) -> tuple[LayerState | None, list[RecordedColumns]]:
-        """Returns the state from which a call continues, on the layer's device (None before the first token), and the
-        `runs` of the columns kept by a crop, which the call reads again before its own.
+        """Returns the state from which a call continues (None before the first token), and the `runs` of the columns
+        kept by a crop, which the call reads again before its own.
         """
-        if self.offloading:
-            self.prefetch()
         return self.state, [] if self.to_reread is None else self.to_reread.runs()
 
     def finish_call(self, before: LayerState | None, after: LayerState, inputs: Tensor, columns: Columns) -> None:
@@ -224,8 +220,6 @@ class TitansCacheLayer(CacheLayerMixin):
             self.num_columns = self.num_columns.to(inputs.device)
         self.num_columns = self.num_columns + inputs.shape[1]
         self.is_initialized = True
-        if self.offloading:
-            self.offload()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("A TitansCache stores layer states, not keys and values: use it with a Titans model.")
@@ -314,17 +308,6 @@ class TitansCacheLayer(CacheLayerMixin):
             given = [layer.restart for layer in (self, other)]
             self.restart = torch.cat([x if y is None else y for x, y in zip(none, given, strict=True)])
         self.state = self.state.joined(other.state)
-
-    def offload(self) -> None:
-        """Moves the state to the CPU. Returns only then, because code that reads CPU tensors does not wait."""
-        if tensors := self.tensors():
-            self.device = tensors[0].device
-            self.apply(lambda x: x.to("cpu"))
-
-    def prefetch(self) -> None:
-        """Moves the state back to its device before `offload`."""
-        if hasattr(self, "device"):
-            self.apply(lambda x: x.to(self.device, non_blocking=True))
 
     def activate_past_recording(self) -> None:
         """Records the columns that are read from now on, so that `crop` can remove them."""

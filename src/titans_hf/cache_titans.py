@@ -37,7 +37,6 @@ class TitansCache(Cache):
 
     Args:
         config: the model's configuration.
-        offloading: keep the state of each layer on the CPU except while the layer runs.
         compileable: let `generate()` compile the decoding step, once for any number of tokens read. The number of
             columns is then a tensor.
 
@@ -45,9 +44,8 @@ class TitansCache(Cache):
         about: a description for people, a dictionary that JSON can represent; saved with the memory.
     """
 
-    def __init__(self, config: TitansConfig, *, offloading: bool = False, compileable: bool = False):
-        super().__init__(layers=[TitansCacheLayer(compileable, offloading) for _ in range(config.num_hidden_layers)])
-        self.offloading = offloading  # done by the layers, because the base class's update() is never called
+    def __init__(self, config: TitansConfig, *, compileable: bool = False):
+        super().__init__(layers=[TitansCacheLayer(compileable) for _ in range(config.num_hidden_layers)])
         self.made_for = _shaping_fields(config)
         self.about: dict[str, Any] = {}
         self.is_guarded = False  # by `undone_on_error`

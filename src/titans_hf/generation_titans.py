@@ -15,9 +15,6 @@ from .token_grid import check_not_empty
 
 logger = logging.get_logger(__name__)
 
-# Options of the cache by `cache_implementation`; none for other values: every Titans cache has a limited size.
-CACHES = {"static": {"compileable": True}, "offloaded": {"offloading": True}, "offloaded_static": {"offloading": True}}
-
 
 class FinishedRows(StoppingCriteriaList):
     """The stopping criteria of a `generate()` call, which remember the rows that have ended.
@@ -152,7 +149,7 @@ class TitansGenerationMixin(EndedRowsMixin):
             num_rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
             cache = self._branch_of_starting_cache(generation_config, num_rows)
         elif generation_config.use_cache is not False:
-            cache = TitansCache(self.config, **CACHES.get(generation_config.cache_implementation, {}))
+            cache = TitansCache(self.config, compileable=generation_config.cache_implementation == "static")
         else:
             return
         if generation_config.is_assistant:
