@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 TEXT_SUFFIXES = (".txt", ".md")
 TRANSFORMERS_CLI = "titans_hf.cli.serve"
+DEVICE_HELP = "cpu, cuda, ... (default: the GPU if there is one)"
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -145,7 +146,7 @@ def fit_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--entries", type=int, default=5400, help="entries of the list of surprising tokens")
     parser.add_argument("--licence", help="the adapter's licence, for its card, such as apache-2.0")
     parser.add_argument("--seed", type=int, default=0, help="seed of the parts and of the fit")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
+    parser.add_argument("--device", help=DEVICE_HELP)
 
 
 def merge_options(parser: argparse.ArgumentParser) -> None:
@@ -165,7 +166,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window", type=int, help="for a MODEL other than Titans: tokens of attention (default: the adapter's, or all)"
     )
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
+    parser.add_argument("--device", help=DEVICE_HELP)
 
 
 def read_options(parser: argparse.ArgumentParser) -> None:
@@ -214,15 +215,15 @@ def surprise_options(parser: argparse.ArgumentParser) -> None:
 
         titans-hf surprise MODEL TEXT --output DIR
 
-    TEXT is a file, or - for standard input. For a Titans, the picture shows by layer and token the norm of the
-    gradient by which the memory learns a token (its surprise; paper, eq. 12), and the gates of that update: theta
-    (learning rate), eta (momentum decay, 0 without momentum), alpha (forgetting rate). Any other model gets a
-    memory. Its surprise is the loss of a token; the memory's gain is the loss with learning off minus this loss.
+    TEXT is a file, or - for standard input. The picture shows by layer and token the norm of the gradient by which the
+    memory learns a token (its surprise; paper, eq. 12), and the gates of that update: theta (learning rate), eta
+    (momentum decay, 0 without momentum), alpha (forgetting rate).
     """
-    add_model_options(parser)
+    parser.add_argument("model", metavar="MODEL", help="a Titans: a folder or a name on the Hub")
     parser.add_argument("text", metavar="TEXT", help="a file, or - for standard input")
     parser.add_argument("--output", type=Path, required=True, help="the folder for surprise.png")
     parser.add_argument("--max_tokens", type=int, default=20_000, help="the longest text that is drawn")
+    parser.add_argument("--device", help=DEVICE_HELP)
 
 
 FORECAST_TRAINING = {  # options: their defaults and helps

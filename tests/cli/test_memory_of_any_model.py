@@ -9,7 +9,7 @@ from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titans_hf.cache_files import read_description
-from titans_hf.cli import ask, read, surprise
+from titans_hf.cli import ask, read
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 from titans_hf.remember import MemoryCache, remember, save_adapter
 
@@ -61,27 +61,6 @@ def test_ask_shows_the_passage(folder, capsys):
     ask.main(["llama", *options, "--prompt", PROMPT, "--max_new_tokens", "9", "--show_passage"])
     shown, text = capsys.readouterr().out.split("]\n", 1)
     assert shown.startswith("[read again: ") and TEXTS[0] in shown and text.startswith(PROMPT)
-
-
-def test_surprise(folder, monkeypatch):
-    """An adapter's picture has each token's loss, and what the memory gains: by pieces the numbers of one call."""
-    monkeypatch.setattr(surprise, "TOKENS_OF_A_CALL", 10)
-    model, tokenizer, drawn, draw = AutoModelForCausalLM.from_pretrained("llama"), byte_tokenizer(), [], surprise.draw
-    save_adapter(remember(model.eval(), 16, ("fast_weights", "list")), "adapter")
-    tokenizer.save_pretrained("adapter")
-    (folder / "text.txt").write_text(text := TEXTS[0] * 3)
-    monkeypatch.setattr(surprise, "draw", lambda *x: drawn.append(x[2]) or draw(*x))
-    surprise.main(["adapter", "text.txt", "--output", "look"])
-    assert (folder / "look" / "surprise.png").stat().st_size > 1000
-    ids, losses = tokenizer(text, return_tensors="pt").input_ids, []
-    for learning in (True, False):
-        model.set_memory_learning(learning)
-        with torch.no_grad():
-            log_p = model(ids).logits.log_softmax(-1)[0, :-1]
-        losses.append(-log_p.gather(1, ids[0, 1:, None])[:, 0])
-    gain = losses[1] - losses[0]
-    assert drawn[0][:, 0, 1:] == pytest.approx(torch.stack([losses[0], gain]).numpy(), rel=1e-3, abs=2e-3)
-    assert gain.abs().max() > 1e-3  # the memory has an effect
 
 
 def test_the_tokenizer_of_an_adapter(folder, capsys):

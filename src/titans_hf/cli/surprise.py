@@ -6,37 +6,31 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
+from titans_hf import TitansCache, TitansForCausalLM
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.checkpoints import load_config, load_model, load_tokenizer
 from titans_hf.cli.shared.command_line import run_command
-from titans_hf.cli.shared.memories import load_with_memory, new_cache
+from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.text_files import read_text
 from titans_hf.cli.shared.text_ids import encode
 from titans_hf_console import parse
 
 TOKENS_OF_A_CALL = 2048
-WHOLE_MODEL = "whole model"  # the row of a model other than a Titans
 QUANTITIES = {
     "gradient_norm": "gradient norm (surprise)",
     "inner_lr": "learning rate θ",
     "momentum_decay": "momentum decay η",
     "forget": "forgetting rate α",
 }
-LOSSES = {"loss": "loss (surprise), nats", "gain": "gain by the memory, nats"}  # of models other than a Titans
 
 
-def measure(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
-    """Reads ids and returns (quantities, layers, tokens): for a Titans the QUANTITIES, means over heads; for another
-    model the LOSSES, as one layer.
-    """
-    if hasattr(model, "memory"):
-        losses = _losses(model, ids)
-        model.set_memory_learning(False)
-        return np.stack([losses, _losses(model, ids) - losses])[:, None]
-    cache, values = new_cache(model), []
+def measure(model: TitansForCausalLM, ids: list[int]) -> np.ndarray:
+    """Reads ids and returns (quantities, layers, tokens): the QUANTITIES, means over heads."""
+    cache, values = TitansCache(model.config), []
+    pieces = torch.tensor(ids, device=model.device).split(TOKENS_OF_A_CALL)
     with torch.inference_mode():
-        for piece in _pieces(model, ids):
+        for piece in tqdm(pieces, desc="reading", unit="piece"):
             surprise = model.base_model(piece[None], cache=cache, output_surprise=True).surprise
             layers = [
                 torch.stack([getattr(layer, name)[0].mean(0).nan_to_num() for name in QUANTITIES]) for layer in surprise
@@ -45,43 +39,26 @@ def measure(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
     return np.concatenate(values, axis=-1)
 
 
-def _pieces(model: PreTrainedModel, ids: list[int]) -> tqdm:
-    return tqdm(torch.tensor(ids, device=model.device).split(TOKENS_OF_A_CALL), desc="reading", unit="piece")
-
-
-@torch.no_grad()
-def _losses(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
-    """Reads ids and returns -log p of each token; 0 for the first token, which follows nothing."""
-    cache, last, losses = new_cache(model), None, [np.zeros(1)]
-    for piece in _pieces(model, ids):
-        logits = model(piece[None], cache=cache).logits[0].float()
-        before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
-        targets, last = piece[len(piece) - len(before) :], logits[-1:]
-        losses.append(torch.nn.functional.cross_entropy(before, targets, reduction="none").cpu().numpy())
-    return np.concatenate(losses)
-
-
-def draw(path: Path, title: str, values: np.ndarray, is_titans: bool) -> None:
+def draw(path: Path, title: str, values: np.ndarray) -> None:
     """Plots values (quantities, layers, tokens), as `measure` returns them. Every layer has its own colour scale:
     beside a layer with large values, another layer would look constant.
     """
     num_rows, num_tokens = values.shape[1:]
-    quantities = QUANTITIES if is_titans else LOSSES
     low, high = np.quantile(values, (0.01, 0.99), axis=-1, keepdims=True)
     shares = ((values - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
     figure = Figure(figsize=(12, 1.2 + 4 * (0.5 + 0.22 * num_rows)), layout="constrained")
-    panels = figure.subplots(len(quantities), 1, sharex=True)
-    for axes, (quantity, name), rows in zip(panels, quantities.items(), shares, strict=True):
+    panels = figure.subplots(len(QUANTITIES), 1, sharex=True)
+    for axes, (quantity, name), rows in zip(panels, QUANTITIES.items(), shares, strict=True):
         image = axes.imshow(
             rows,
             aspect="auto",
             interpolation="none",
-            cmap="magma" if quantity in ("gradient_norm", "loss") else "viridis",
+            cmap="magma" if quantity == "gradient_norm" else "viridis",
             vmin=0,
             vmax=1,
             extent=(0, num_tokens, num_rows + 0.5, 0.5),
         )
-        axes.set_yticks(range(1, num_rows + 1), range(1, num_rows + 1) if is_titans else [WHOLE_MODEL])
+        axes.set_yticks(range(1, num_rows + 1))
         axes.set_ylabel("layer")
         axes.set_title(name, loc="left", fontsize=10)
         bar = figure.colorbar(image, ax=axes, pad=0.01, ticks=[0, 1])
@@ -98,14 +75,17 @@ def main(argv: list[str] | None = None) -> None:
     check_folder(args.output, "--output")
     text = read_text(Path(args.text), "TEXT")
     title = " ".join(f"{Path(args.model).name}: {Path(args.text).name}".split())
-    model, tokenizer = load_with_memory(args, ("fast_weights",))  # the part that learns
+    if (kind := load_config(args.model, "MODEL").model_type) != "titans":
+        raise ValueError(f"MODEL {args.model} must be a Titans, but is a {kind}")
+    device, tokenizer = choose_device(args.device), load_tokenizer(args.model, "MODEL")
+    model = load_model(args.model, "MODEL").to(device).eval()
     ids = encode(tokenizer, text).input_ids
     if not 0 < len(ids) <= args.max_tokens:
         raise ValueError(f"TEXT {args.text} has {len(ids)} tokens; it may have 1 to {args.max_tokens} (--max_tokens)")
     picture = args.output / "surprise.png"
     values = measure(model, ids)
     args.output.mkdir(parents=True, exist_ok=True)
-    draw(picture, title, values, not hasattr(model, "memory"))
+    draw(picture, title, values)
     print(picture)
 
 

@@ -15,12 +15,8 @@ from titans_hf.remember.adapter import tokenizer_of
 AnyCache = TitansCache | MemoryCache
 
 
-def load_with_memory(
-    args: argparse.Namespace, memory: tuple[str, ...] | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_with_memory(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads the model that the command's options name, with a memory, and its tokenizer.
-
-    memory: the parts without an adapter, by default those of `remember`.
 
     A Titans has its own memory, and with --adapter also the adapter's. The tokenizer is the adapter's, if the adapter
     has one. Raises ValueError for --window beside a Titans, and as `remember` does.
@@ -39,7 +35,7 @@ def load_with_memory(
     else:
         places = [args.model] if args.adapter is None else [args.adapter, args.model]
         model = load_model(args.model, "MODEL", dtype="auto").to(device).eval()
-        remember(model, memory=memory if args.adapter is None else None, adapter=args.adapter, **given)
+        remember(model, adapter=args.adapter, **given)
     tokenizer = next((x for x in map(tokenizer_of, places[:-1]) if x is not None), None)
     return model, load_tokenizer(places[-1], "MODEL") if tokenizer is None else tokenizer
 

@@ -75,8 +75,6 @@ class Saved:
 
     def __init__(self, folder: Path | None, key: str):
         self.folder, self.key = folder, hashlib.sha256(key.encode()).hexdigest()[:16]
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
 
     def load(self, stage: str) -> dict[str, Tensor]:
         """Returns a stage's saved tensors; an empty dictionary without any, or if the fit had other arguments."""
@@ -90,6 +88,7 @@ class Saved:
     def save(self, stage: str, tensors: dict[str, Tensor]) -> None:
         """Replaces a stage's saved tensors, atomically."""
         if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
             file = self.folder / f"{stage}-{self.key}.safetensors"
             save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, file.with_suffix(".new"))
             file.with_suffix(".new").replace(file)
