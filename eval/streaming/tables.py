@@ -184,11 +184,18 @@ def draw(axes, found: dict[str, tuple[float, np.ndarray]]) -> None:
     tops = [y.mean() + (half_width(y) if len(y) > 1 else 0) for _, y in found.values()]
     gap, below = max(tops) / 14, np.inf
     for name, (x, y) in sorted(found.items(), key=lambda item: -item[1][1].mean()):
-        colour = COLOURS.get(name, "gray")
+        colour, is_ours = COLOURS.get(name, "gray"), name in COLOURS
         half = half_width(y) if len(y) > 1 else 0
-        axes.errorbar(x, y.mean(), half, fmt="o", color=colour, capsize=3, elinewidth=1)
+        axes.errorbar(
+            x, y.mean(), half, fmt="o", color=colour, capsize=3, markersize=5 + 3 * is_ours, elinewidth=1 + is_ours
+        )
         below = min(y.mean(), below - gap)
-        text = {"xytext": (1.03, below), "textcoords": axes.get_yaxis_transform(), "va": "center", "fontsize": 9}
+        text = {
+            "xytext": (1.03, below),
+            "textcoords": axes.get_yaxis_transform(),
+            "va": "center",
+            "fontsize": 9 + is_ours,
+        }
         arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.4, "alpha": 0.6}
         axes.annotate(LABELS[name], (x, y.mean()), arrowprops=arrow, annotation_clip=False, color=colour, **text)
     axes.set_xscale("log")
