@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -123,13 +123,6 @@ class TitansForTimeSeriesPredictionOutput(ModelOutput):
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     surprise: tuple[LayerSurprise, ...] | None = None
-
-
-class TimeSeriesForecast(NamedTuple):
-    """sequences (B, length, C): the forecast; state: after the last measured value, before the first forecast one."""
-
-    sequences: Tensor
-    state: TimeSeriesState
 
 
 OPTIONS = {"output_hidden_states", "output_attentions", "output_surprise"}
@@ -266,9 +259,9 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         prediction_length: int | None = None,
         state: TimeSeriesState | None = None,
         cycle_position: Tensor | None = None,
-    ) -> TimeSeriesForecast:
-        """Forecasts any number of values after `past_values`: beyond `config.prediction_length`, the forecast so far is
-        read as if it had been measured.
+    ) -> TitansForTimeSeriesPredictionOutput:
+        """Forecasts any number of values after `past_values`, `prediction_outputs`; the state is that after the last
+        measured value. Beyond `config.prediction_length`, the forecast so far is read as if it had been measured.
 
         past_values, state, cycle_position: as in `forward`. prediction_length: the config's by default.
 
@@ -286,7 +279,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             end = forecast.shape[1] - self.config.prediction_length + num_read
             output = self(forecast[:, end - num_read : end], state=output.state, use_cache=True)
             forecast = torch.cat([forecast[:, :end], output.prediction_outputs], dim=1)
-        return TimeSeriesForecast(forecast[:, :length], after)
+        return TitansForTimeSeriesPredictionOutput(prediction_outputs=forecast[:, :length], state=after)
 
     def _first_position(
         self, past_values: Tensor, state: TimeSeriesState | None, cycle_position: Tensor | None

@@ -44,7 +44,7 @@ def test_rows_are_the_forecast_of_the_last_rows(trained):
     model, series = TitansForTimeSeriesPrediction.from_pretrained(output), read_series(data)
     scaling = Scaling.of(series.to_numpy()[:80])
     past = scaling.scale(series.to_numpy()[-16:])[None]
-    expected = model.generate(past, cycle_position=torch.tensor([84 % 24])).sequences[0]
+    expected = model.generate(past, cycle_position=torch.tensor([84 % 24])).prediction_outputs[0]
     np.testing.assert_allclose(future, scaling.unscale(expected), rtol=1e-10, atol=1e-5)
     assert {"series.json", "forecast.png", "model.safetensors"} <= {x.name for x in output.iterdir()}
 

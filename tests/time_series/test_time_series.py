@@ -116,7 +116,9 @@ def test_forecasts_are_in_the_units_of_the_values(unit, level):
     model, values = make_model().float(), make_values(1, 36, 1)
     dtype = torch.float64 if level else torch.float32
     with torch.no_grad():
-        expected, found = (model.generate(x.to(dtype)).sequences.double() for x in (values, values * unit + level))
+        expected, found = (
+            model.generate(x.to(dtype)).prediction_outputs.double() for x in (values, values * unit + level)
+        )
     torch.testing.assert_close((found - level) / unit, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -161,10 +163,10 @@ def test_generate_reads_its_own_forecast():
             forecast = model(past_values=series).prediction_outputs
         parts.append(forecast[:, :8])
         series = torch.cat([series, forecast[:, :8]], 1)
-    assert_same(result.sequences, torch.cat(parts, 1)[:, :27])
+    assert_same(result.prediction_outputs, torch.cat(parts, 1)[:, :27])
     assert_same_cache(result.state.memory, read(model, values, [60])[0].state.memory)
     again = model.generate(make_values(length=4, seed=1), prediction_length=3, state=result.state)
-    assert again.sequences.shape == (2, 3, 3)
+    assert again.prediction_outputs.shape == (2, 3, 3)
 
 
 def test_the_cycle_is_subtracted_and_added():
@@ -181,7 +183,7 @@ def test_the_cycle_is_subtracted_and_added():
     assert_same(found.loc, expected.loc)
     found = model.generate(values, prediction_length=27, cycle_position=POSITION)
     expected = plain.generate(values - cycle[:, :40], prediction_length=27)
-    assert_same(found.sequences, expected.sequences + cycle[:, 40:])
+    assert_same(found.prediction_outputs, expected.prediction_outputs + cycle[:, 40:])
 
 
 def test_a_cycle_is_learned():

@@ -166,7 +166,7 @@ def forecast(
     last = sum(facts["rows"]) - 1 + steps_between(pd.Timestamp(facts["last_time"]), end, step)
     position = torch.tensor([last - look_back + 1], device=model.device)
     try:
-        future = model.generate(past, horizon, cycle_position=position).sequences
+        future = model.generate(past, horizon, cycle_position=position).prediction_outputs
     except ValueError as error:
         raise ValueError(f"--horizon {horizon}: {error}") from error
     digits = 5 - np.floor(np.log10(scaling.std)).astype(int)

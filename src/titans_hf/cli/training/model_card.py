@@ -3,13 +3,14 @@
 import json
 import re
 import shlex
+from pathlib import Path
 
 from huggingface_hub import ModelCard
 
-from titans_hf.cli.shared.cards import fill_template
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.configuration_titans import TitansConfig, field_facts
 
+CARD = Path(__file__).resolve().parents[1] / "cards" / "train.md"
 LOSSES = "losses.png"  # the picture of the losses
 PROCEDURE = "## Training procedure"  # Trainer's section of hyperparameters, results and versions
 
@@ -28,8 +29,7 @@ def fill_card(card: ModelCard, config: TitansConfig, record: dict) -> ModelCard:
     }
     sizes = {fact["card"]: getattr(config, x) for x, fact in facts.items() if getattr(config, x) is not None}
     sizes = {"parameters": record["parameters"]} | sizes
-    general = fill_template(
-        "train",
+    general = CARD.read_text(encoding="utf-8").format(
         title=escape(name),
         variant=config.variant.upper(),
         literal=json.dumps(name, ensure_ascii=False),
