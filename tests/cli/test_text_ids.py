@@ -1,12 +1,12 @@
 """Answers have the text of prompt and answer together."""
 
 import pytest
-from vocabularies import byte_level, sentencepiece, unigram, wordpiece
+from vocabularies import sentencepiece, wordpiece
 
 from titans_hf.cli.shared.text_ids import decode_answer, encode
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
-TOKENIZERS = [sentencepiece, unigram, byte_level, wordpiece, byte_tokenizer]
+TOKENIZERS = [sentencepiece, wordpiece, byte_tokenizer]
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)

@@ -34,17 +34,6 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     return trained(models.BPE(unk_token="<unk>"), trainers.BpeTrainer(vocab_size=300, **SPECIAL), **parts)
 
 
-def unigram() -> PreTrainedTokenizerFast:
-    parts = dict(pre_tokenizer=pre_tokenizers.Metaspace(), decoder=decoders.Metaspace())
-    trainer = trainers.UnigramTrainer(vocab_size=200, unk_token="<unk>", **SPECIAL)
-    return trained(models.Unigram(), trainer, **parts)
-
-
-def byte_level() -> PreTrainedTokenizerFast:
-    parts = dict(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False), decoder=decoders.ByteLevel())
-    return trained(models.BPE(), trainers.BpeTrainer(vocab_size=400, **SPECIAL), **parts)
-
-
 def wordpiece() -> PreTrainedTokenizerFast:
     parts = dict(normalizer=normalizers.BertNormalizer(), pre_tokenizer=pre_tokenizers.BertPreTokenizer())
     trainer = trainers.WordPieceTrainer(vocab_size=300, **SPECIAL)

@@ -88,8 +88,8 @@ def test_offloaded_weights(order, tied, tmp_path):
         model.generate(TOKENS, max_new_tokens=3)
 
 
-def test_tied_head_and_names():
-    """A model with a tied head learns; its class, its configuration and its parameters keep their names."""
+def test_a_tied_head_names_and_files(tmp_path):
+    """A model with a tied head learns; its class, its configuration, its parameters and what it saves stay."""
     model = small_model(tie_word_embeddings=True)
     names, config = [name for name, _ in model.named_parameters()], model.config.to_dict()
     remember(model, 12, **memory_for(model))
@@ -97,6 +97,9 @@ def test_tied_head_and_names():
     close(pieces, whole)
     assert [name for name, _ in model.named_parameters()] == names
     assert model.config.to_dict() == config and type(model).__name__ == "LlamaForCausalLM"
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert loaded(TOKENS).logits.equal(forget(model)(TOKENS).logits)
 
 
 @torch.no_grad()
@@ -108,15 +111,6 @@ def test_a_memory_for_a_block():
         assert same is model and model(TOKENS).logits.equal(expected)
         raise KeyError
     assert not hasattr(model, "memory") and model(TOKENS).logits.equal(before)
-
-
-def test_saving_the_model(tmp_path):
-    """A model with a memory saves what it saved without one."""
-    model = remembering()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    with torch.no_grad():
-        assert loaded(TOKENS).logits.equal(forget(model)(TOKENS).logits)
 
 
 def test_quantised_weights(tmp_path):
