@@ -146,8 +146,12 @@ class TitansGenerationMixin(EndedRowsMixin):
                 given._is_user_defined = True
             return
         if self._starting_cache is not None:
-            num_rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-            cache = self._branch_of_starting_cache(generation_config, num_rows)
+            if generation_config.use_cache is False:
+                raise ValueError("`use_cache` must be None or True after start_from(), but is False.")
+            cache = copy.copy(self._starting_cache)
+            cache.batch_repeat_interleave(
+                batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+            )
         elif generation_config.use_cache is not False:
             cache = TitansCache(self.config, compileable=generation_config.cache_implementation == "static")
         else:
@@ -155,17 +159,6 @@ class TitansGenerationMixin(EndedRowsMixin):
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["cache"] = cache
-
-    def _branch_of_starting_cache(self, generation_config, num_rows: int) -> TitansCache:
-        """Returns a branch of the cache of `start_from` with `num_rows` rows.
-
-        Raises ValueError for `use_cache=False`.
-        """
-        if generation_config.use_cache is False:
-            raise ValueError("`use_cache` must be None or True after start_from(), but is False.")
-        branch = copy.copy(self._starting_cache)
-        branch.batch_repeat_interleave(num_rows)
-        return branch
 
     def _assisted_decoding(self, *args, **kwargs):
         """Decodes with drafts. The cache records only while this runs, so that rejected tokens can be removed."""

@@ -136,7 +136,11 @@ class MemoryCache(Cache):
         """Returns the bytes of the state by part: "keys and values" of the window and states of recurrent layers,
         "fast_weights", and by their names other parts, such as "passages" (the text's token ids).
         """
-        parts = {"keys and values": sum(x.numel() * x.element_size() for x in _layer_tensors(self.layers))}
+        found: list[Tensor] = []  # keys, values and states
+        for layer in self.layers:
+            if hasattr(layer, "map"):
+                layer.map(lambda x: found.append(x) or x)
+        parts = {"keys and values": sum(x.numel() * x.element_size() for x in found)}
         for name, x in self.state.items():
             part = name.partition(".")[0]
             part = "fast_weights" if part in ("B", "S", "start") else part
@@ -453,16 +457,3 @@ class Recorded(NamedTuple):
     cache: MemoryCache
     columns: CallColumns
     recalls: bool = False
-
-
-def _layer_tensors(layers: list) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    for layer in layers:
-        if hasattr(layer, "map"):
-            layer.map(note)
-    return found

@@ -111,7 +111,7 @@ def _of_one_token(cache: Cache, model: PreTrainedModel) -> Cache:
     if is_titans(model):
         return cache
     empty, ids = type(cache)(model), torch.full((1, 1), model.memory.first_token, device=cache.device)
-    model.memory.call(model, input_ids=ids, use_cache=True, return_dict=True, cache=empty)
+    model.memory.call(model, ids, empty, torch.zeros(1, dtype=torch.int64))
     return empty
 
 

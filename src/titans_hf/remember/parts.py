@@ -43,11 +43,13 @@ class Memory:
     hooks: list = field(default_factory=list)
     checkpointed: list = field(default_factory=list)  # modules that had gradient checkpointing, which is off
 
-    def call(self, model: PreTrainedModel, **arguments: Any) -> Any:
-        """Calls the model's own forward, as a part of a reading."""
+    def call(self, model: PreTrainedModel, ids: Tensor, cache: Any, seen: Tensor, **arguments: Any) -> Any:
+        """Calls the model's own forward, as a part of a reading: ids (R, T) of rows that have read seen (R,) tokens."""
+        if "position_ids" in self.arguments and not is_titans(model):
+            arguments["position_ids"] = (seen[:, None] + torch.arange(ids.shape[1])).to(ids.device)
         token = READING.set(True)
         try:
-            return self.forward(model, **arguments)
+            return self.forward(model, input_ids=ids, cache=cache, use_cache=True, return_dict=True, **arguments)
         finally:
             READING.reset(token)
 

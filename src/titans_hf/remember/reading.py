@@ -311,12 +311,9 @@ def call(
         if isinstance(layer, KeyValueLayer):
             layer.seen, layer.sink = cache.seen, None if layer.is_sliding else sinks[index]
     given = titans_cache(model, cache.layers, cache.seen) if is_titans(model) else cache
-    arguments = {"input_ids": ids, "cache": given, "use_cache": True, "return_dict": True, **arguments}
-    if given is cache and "position_ids" in memory.arguments:
-        arguments["position_ids"] = (cache.seen[:, None] + torch.arange(ids.shape[1])).to(ids.device)
     states = copied_states(cache.layers) if ids.shape[1] == 1 else nullcontext()
     with states, nullcontext() if weights is None else memory.fast_weights.active(weights):
-        output = memory.call(model, **arguments)
+        output = memory.call(model, ids, given, cache.seen, **arguments)
     if given is not cache:
         for layer, of_titans in zip(cache.layers, given.layers, strict=True):
             layer.set_state(of_titans.state)
@@ -361,12 +358,8 @@ def read_alone(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, begins: 
     """
     memory, empty = model.memory, MemoryCache(model)
     empty.layers = make_layers(model, None, 0)
-    arguments = {"input_ids": ids.to(cache.device), "cache": empty, "use_cache": True, "return_dict": True}
-    if "position_ids" in memory.arguments:
-        arguments["position_ids"] = (begins[:, None] + torch.arange(ids.shape[1])).to(cache.device)
-    if "logits_to_keep" in memory.arguments:
-        arguments["logits_to_keep"] = 1
-    memory.call(model, **arguments)
+    arguments = {"logits_to_keep": 1} if "logits_to_keep" in memory.arguments else {}
+    memory.call(model, ids.to(cache.device), empty, begins, **arguments)
     return empty.layers
 
 
