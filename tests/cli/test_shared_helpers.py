@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from tqdm import tqdm
 from tqdm.auto import tqdm as auto_tqdm
 
@@ -13,6 +14,7 @@ from titans_hf.cli.shared import command_line
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.checkpoints import load_config, load_tokenizer
 from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.figures import save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.cli.shared.text_files import find_files
 from titans_hf_console import HelpFormatter
@@ -89,3 +91,16 @@ def test_numbers_below_their_minimum_are_refused():
     for value, message in ((0, "is 0"), (float("nan"), "is nan"), ([3, -1], "is -1")):
         with pytest.raises(ValueError, match=f"^--steps must be at least 1, but {message}$"):
             check_minimums(Namespace(steps=value), steps=1)
+
+
+def test_names_in_a_picture_are_no_formulas(tmp_path):
+    """One legend lies beside all panels and names a line once. Names that are no formula are drawn as they are."""
+    figure = Figure(layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axes in panels:
+        axes.plot([1, 2], [3, 4], label="run$_{x$")
+        axes.set_title("$_{")
+    save_figure(figure, tmp_path / "figure.png")
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["run$_{x$"]
+    assert legend.get_window_extent().x0 > max(axes.get_window_extent().x1 for axes in panels)

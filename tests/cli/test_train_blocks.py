@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -87,6 +88,30 @@ def test_tokens_are_cached(texts, tmp_path):
     first = start()
     assert len(first[1]) == 2  # texts and tokens
     assert start() == first
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """However many documents there are, few are held at once, and no tokens: they stay in the files of `datasets`."""
+
+    def most_bytes(number: int) -> int:
+        """Returns the most bytes that numpy, Python and Arrow hold while so many files are tokenized."""
+        (tmp_path / f"{number}").mkdir()
+        for i in range(number):
+            (tmp_path / f"{number}" / f"{i:03}.txt").write_text(f"Band {i}. {'Es war einmal. ' * 2**14}")
+        own, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+        pa.set_memory_pool(pool)
+        tracemalloc.start()
+        try:
+            blocks = load_blocks(RunArguments(train_data=str(tmp_path / f"{number}")), load_tokenizer("bytes"))
+            assert count_tokens(blocks.train) > 240_000 * number
+            return tracemalloc.get_traced_memory()[1] + pool.max_memory()
+        finally:
+            tracemalloc.stop()
+            pa.set_memory_pool(own)
+
+    most_bytes(1)  # imports and caches of the libraries
+    small, large = most_bytes(8), most_bytes(40)
+    assert large < small + 4e6
 
 
 def test_the_byte_tokenizer(tmp_path):

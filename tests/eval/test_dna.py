@@ -19,6 +19,7 @@ from eval.dna.tables import make_report
 
 SHAPE = {"parameters": 30_000, "hidden_size": 32, "num_hidden_layers": 2}
 TINY = ["--parameters", "4000", "--hidden_size", "16", "--num_hidden_layers", "1", "--folds", "2"]
+SMALL = ["--set", "memory_depth=0", "--label", "x"]
 DATA = "human_nontata_promoters-test"
 PUBLISHED = read_records(Path(tables.__file__).parent / "results" / "dna.jsonl", "dna")[0]
 SHARES = {"negative": (0.55, 0.15, 0.15, 0.15), "positive": (0.15, 0.55, 0.15, 0.15)}  # rich in A, and in C
@@ -152,6 +153,12 @@ def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
     dna.main(options)  # goes on with the rate of the runs that are there
     assert made[:3] == [(3, 0, 0.01), (3, 0, 0.02), (3, 0, 0.03)]
     assert made[3:] == [(3, 0, 0.02), (3, 1, 0.02), (1, 0, 0.02), (1, 1, 0.02)]
+    for options, message in (
+        (["--learning_rates", "0"], "must be above 0, but has 0.0"),
+        (SMALL, "model lmm: .*depth"),
+    ):
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            dna.main(command(tsv, *options))
 
 
 def save(folder, row, fold, test, seed=0):

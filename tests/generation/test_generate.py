@@ -33,7 +33,7 @@ def is_greedy(model, ids, start: int) -> bool:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_equals_recomputing(variant):
-    """Greedy tokens and logits equal recomputing for 30 tokens, across windows and segments."""
+    """Greedy tokens and logits equal recomputing for 30 tokens, across windows and segments; places can be chosen."""
     model, ids = shared_model(variant), make_ids(2, 11, seed=3)
     expected = greedy_by_recomputing(model, ids, 30)
     assert expected[:, 11:].unique().numel() > 5  # otherwise a constant answer would pass
@@ -43,6 +43,8 @@ def test_greedy_equals_recomputing(variant):
     assert output.cache.get_seq_length() == 40  # the last token has not been read
     logits = torch.stack(output.logits, 1).double()  # `generate()` makes them float32
     assert_same(logits, full_logits(model, expected)[:, 10:-1], 1e-5)
+    keep = torch.tensor([0, 3, 16])
+    assert_same(full_logits(model, expected, logits_to_keep=keep), full_logits(model, expected)[:, keep])
 
 
 @covering(1, {"variant": TWO_VARIANTS, "padded": [False, True]})

@@ -1,7 +1,9 @@
 """One model, in float64: logits are independent of how a sequence is split into calls, and of later tokens."""
 
 import pytest
+import torch
 from common import (
+    ATTENTIONS,
     SETTINGS,
     VARIANTS,
     assert_same,
@@ -13,6 +15,7 @@ from common import (
     read,
     shared_model,
 )
+from covering import covering
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -35,6 +38,15 @@ def test_settings_keep_one_model(variant, changes):
     logits, cache = read(model, ids, [1] * 9 + [17, 1, 2, 6])
     assert_same(logits, whole)
     assert_same_cache(cache, after)
+
+
+@covering(1, {"variant": ATTENTIONS, "pieces": [[40], [1] * 40]})
+def test_float32_is_close(variant, pieces):
+    """Logits in float32 are within 1e-4 of float64."""
+    model, ids = make_model(variant, dtype=torch.float32), make_ids(2, 40)
+    logits, _ = read(model, ids, pieces)
+    assert logits.dtype == torch.float32
+    assert_same(logits.double(), full_logits(shared_model(variant), ids), 1e-4)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

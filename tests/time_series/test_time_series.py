@@ -151,6 +151,19 @@ def test_old_values_reach_the_forecast_through_the_memory_alone(max_lr, reaches)
     assert bool(values.grad[:, :4].any()) is reaches
 
 
+def test_surprise_and_hidden_states_of_patches():
+    """On request a call returns the surprise of each new patch of each channel, and the hidden states."""
+    model, values = make_model(), make_values()
+    state = read(model, values[:, :20], [20])[0].state
+    with torch.no_grad():
+        whole = model(past_values=values, output_surprise=True, output_hidden_states=True)
+        later = model(past_values=values[:, 20:], state=state, output_surprise=True)
+    assert len(whole.hidden_states) == 3 and whole.hidden_states[0].shape == (6, 15, 16)
+    for a, b in zip(whole.surprise, later.surprise, strict=True):
+        assert a.gradient_norm.shape == (6, 4, 15)
+        assert_same(a.gradient_norm[..., 5:], b.gradient_norm)
+
+
 def test_generate_reads_its_own_forecast():
     """A forecast longer than the model's own continues as if its values had been measured; the state is that of the
     measured ones.
