@@ -138,7 +138,7 @@ class EarlierGates(NamedTuple):
         system = pad(gates.gradient_to_weights, (0, 0, 1, -1))
         system.diagonal(dim1=-2, dim2=-1).fill_(0.5)
         start = pad(gates.start_to_weights, (0, 0, 1, -1))
-        start[..., 0, 0] = 1.0
+        start[..., 0, 0].fill_(1.0)
         return cls(system, start[..., None])
 
 

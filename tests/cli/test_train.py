@@ -6,9 +6,11 @@ import subprocess
 
 import pytest
 import torch
+from tape import Tape
 from tiny_run import LAUNCH, LLAMA, SHORT, TITANS, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
+from titans_hf import memory_graphs
 from titans_hf.cli import train
 from titans_hf.cli.training.data import load_splits, make_blocks
 from titans_hf_console import RunArguments
@@ -74,6 +76,25 @@ def test_fine_tuning(options, tmp_path):
     assert changed("memory", train_only="memory") == {name for name in start if "memory" in name}
     with pytest.raises(ValueError, match="--model_name_or_path"):
         changed("other", config_overrides="hidden_size=16")
+
+
+def test_a_step_as_one_graph(options, tmp_path, monkeypatch):
+    """With --cuda_graph a run has the same weights, to the bit, also with accumulated and clipped gradients; without a
+    GPU it is refused.
+    """
+    with pytest.raises(ValueError, match="--cuda_graph must be false without a CUDA GPU"):
+        train.main(options(TITANS, cuda_graph=True))
+    monkeypatch.setitem(memory_graphs.RECORDINGS, "cpu", Tape)
+    monkeypatch.setattr(memory_graphs, "RECORDED_CALL", 2)
+    found, number = [], Tape.number_of_replays
+    for cuda_graph in (False, True):
+        given = dict(
+            SHORT, max_steps=4, tokens_per_step=256, output_dir=tmp_path / str(cuda_graph), cuda_graph=cuda_graph
+        )
+        train.main(options(TITANS, config_overrides="memory_kernel=torch", **given))
+        found.append(AutoModelForCausalLM.from_pretrained(given["output_dir"]).state_dict())
+    assert Tape.number_of_replays > number
+    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
 
 
 @pytest.mark.slow

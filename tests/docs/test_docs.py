@@ -227,5 +227,7 @@ def test_python_runs(block, workplace):
     for text, package in OPTIONAL.items():
         if text in block.text:
             pytest.importorskip(package)
+    if "torch.cuda" in block.text and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
     folder = workplace / "examples" if block.page.suffix == ".ipynb" else workplace
     run([sys.executable, "-c", block.text], folder, 250)

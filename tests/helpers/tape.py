@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 class Tape(TorchDispatchMode):
     """Records the operations of a function without arguments, as `memory_graphs.CudaRecording` does on a GPU.
 
-    What ends the recording of a CUDA graph, a value that the host waits for, is an error.
+    What ends the recording of a CUDA graph is an error: a value that the host waits for, or a tensor made of the host's
+    values.
     """
 
     number_of_replays: ClassVar[int] = 0
@@ -27,13 +28,13 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, kwargs = function._schema.name.split("::")[1], kwargs or {}
-        if reads_of(name, args):
-            raise RuntimeError(f"{name}: the host would wait for a value")
+        if reads_of(name, args) or name == "lift_fresh":
+            raise RuntimeError(f"{name}: the host would wait for a value, or send one")
         result = function(*args, **kwargs)
         self.kept.append((args, kwargs, result))
         if not (function.is_view or name in FREE):
-            given = {id_of(x) for x in tensors_in((args, kwargs))}
-            new = [None if id_of(x) in given else x for x in tensors_in(result)]
+            given = {x.untyped_storage().data_ptr() for x in tensors_in((args, kwargs))}
+            new = [None if x.untyped_storage().data_ptr() in given else x for x in tensors_in(result)]
             self.operations.append((function, args, kwargs, new))
         return result
 
@@ -49,7 +50,3 @@ class Tape(TorchDispatchMode):
 
 def tensors_in(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-def id_of(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()

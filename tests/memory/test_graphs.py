@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from common import VARIANTS, full_logits, gradients, left_pad, make_ids, make_model
-from covering import covering
+from covering import covering, in_one_test
 from tape import Tape
 from test_launches import make, read, train
 
@@ -75,50 +75,57 @@ def test_launches_with_graphs(group_size, most, monkeypatch):
         assert totals[0] + 11 * (totals[1] - totals[0]) <= allowed
 
 
-@pytest.mark.parametrize("read_by_host", [torch.Tensor.item, bool, torch.nonzero, lambda x: x[x > 0]])
-def test_a_value_that_the_host_waits_for_is_an_error(read_by_host):
+@covering(2, {"variant": VARIANTS, "form": FORMS})
+def test_a_whole_step_is_one_graph(variant, form, monkeypatch):
+    """A training step without a mask is recorded with no read by the host, and replayed with other ids it has the loss
+    and every gradient, to the bit.
+    """
+    monkeypatch.delitem(memory_graphs.RECORDINGS, "cpu")  # groups are not replayed while a caller records
+    model, ids = make_model(variant, dtype=torch.float32, **FORMS[form]), make_ids(2, 37)
+
+    def step() -> list[torch.Tensor]:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    step()
+    tape = Tape(step)
+    ids.copy_(make_ids(2, 37, seed=1))
+    tape.replay()
+    assert all(map(torch.equal, tape.results, step()))
+
+
+@in_one_test("of_host", [torch.Tensor.item, torch.nonzero, lambda x: x[x > 0], lambda x: torch.tensor([1.0]) + x])
+def test_what_the_host_reads_or_sends_is_an_error(of_host):
     """A tape refuses what would end the recording of a CUDA graph."""
     with pytest.raises(RuntimeError, match="host"):
-        Tape(lambda: read_by_host(torch.ones(1)))
+        Tape(lambda: of_host(torch.ones(1)))
 
 
-ELSEWHERE = {
-    "another stream": (Tape, "is_possible", lambda device: False),
-    "a compiled model": (torch.compiler, "is_compiling", lambda: True),
-    "compile_memory": (memory_ops, "_compiled", memory_ops.GROUP_FUNCTIONS),
-    "a subclass of tensors": (memory_graphs, "Tensor", torch.nn.Parameter),
-}
-
-
-@pytest.mark.parametrize("place", [*ELSEWHERE, "memory_kernel"])
+@pytest.mark.parametrize("place", ["another stream", "a compiled model", "compile_memory", "a subclass", "torch"])
 def test_where_nothing_is_replayed(place, monkeypatch):
     """Functions are called where a replay would be wrong, where a compiler takes them, and on request."""
     model, ids = make_model("lmm", dtype=torch.float32), make_ids(1, 32)
+    changes = {
+        "another stream": (Tape, "is_possible", lambda device: False),
+        "a compiled model": (torch.compiler, "is_compiling", lambda: True),
+        "compile_memory": (memory_ops, "_compiled", memory_ops.GROUP_FUNCTIONS),
+        "a subclass": (memory_graphs, "Tensor", torch.nn.Parameter),
+        "torch": (model.config, "memory_kernel", "torch"),
+    }
     read_thrice = lambda: [full_logits(model, ids) for _ in range(3)]  # noqa: E731
     assert replays(read_thrice)
-    if place in ELSEWHERE:
-        monkeypatch.setattr(*ELSEWHERE[place])
-    else:
-        model.config.memory_kernel = "torch"
+    monkeypatch.setattr(*changes[place])
     assert not replays(read_thrice)
 
 
-def test_graphs_outlive_the_mode_that_recorded_them():
-    """A graph that was recorded under `inference_mode` trains."""
-    model = make_model("lmm", dtype=torch.float32)
+def test_threads_and_modes():
+    """Graphs that `inference_mode` recorded serve threads with texts of their own, and training."""
+    model, texts = make_model("lmm", dtype=torch.float32), [make_ids(1, 32, seed=i) for i in range(8)]
     with torch.inference_mode():
-        for _ in range(2):
-            model(make_ids(1, 32), use_cache=False)
-    assert replays(lambda: step(model, 32, 0, padded=False))
-
-
-def test_eight_threads():
-    """Threads that replay the same graphs get the results of their own texts."""
-    model = make_model("lmm", dtype=torch.float32)
-    texts = [make_ids(1, 32, seed=i) for i in range(8)]
-    expected = [full_logits(model, ids) for ids in texts]
+        expected = [full_logits(model, ids).clone() for ids in texts]
     with ThreadPoolExecutor(8) as threads:
         assert all(map(torch.equal, threads.map(lambda ids: full_logits(model, ids), texts), expected))
+    assert replays(lambda: step(model, 32, 0, padded=False))
 
 
 def test_few_shapes_are_kept():
