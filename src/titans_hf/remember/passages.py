@@ -36,14 +36,14 @@ class Passages:
     model's.
     """
 
-    block: int = 32
-    before: int = 8
-    after: int = 56
+    block: int = 16
+    before: int = 16
+    after: int = 48
     query: int = 64
     every: int = 64
     decay: float = 0.8
     max_tokens: int = 1_048_576
-    copies: int = 1
+    copies: int = 2
     end_tokens: tuple[int, ...] | None = None
 
     @property
