@@ -51,7 +51,11 @@ def small_list(**fields):
     """A list that is trusted: without a fit it would hardly change a logit."""
     chosen = TokenList.random(32, 8, **({"entries": 20, "threshold": 1.0} | fields))
     torch.manual_seed(1)
-    numbers = {"gate_bias": torch.tensor([-1.0]), "gate_weight": torch.randn(10) * 0.3, "entry_weight": torch.ones(8)}
+    numbers = {
+        "gate_bias": torch.tensor([-1.0]),
+        "gate_weight": torch.randn(10) * 0.3,
+        "entry_weight": torch.tensor([9.0, *[1.0] * 8]),
+    }
     chosen.read_out = chosen.read_out._replace(**numbers)
     return chosen
 

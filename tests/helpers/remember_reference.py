@@ -84,7 +84,7 @@ def sink_of(model, original, modules, first_token: int, position: int) -> list:
 def mix_slowly(chosen, ids: torch.Tensor, mlp_inputs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Returns the logits (T, V) mixed with the list, from those of the model, by loops over tokens and entries."""
     entries, mixed, keys = [], [], []
-    beta, u, w, b = (x.to(logits.dtype) for x in chosen.read_out)
+    u, w, b = (x.to(logits.dtype) for x in chosen.read_out)
     log_p, surprises = logits.log_softmax(-1), [0.0]
     for t, token in enumerate(ids.tolist()):
         k = chosen.projection.to(logits.dtype).T @ (mlp_inputs[t] - chosen.center.to(logits.dtype))
@@ -109,10 +109,15 @@ def mix_slowly(chosen, ids: torch.Tensor, mlp_inputs: torch.Tensor, logits: torc
             far = t - position > chosen.window
             total = sum(surprises[i] for i in recent)
             d = sum(surprises[i] for i in recent if int(ids[i]) in context) / total if total else 0.0
-            facts = [float(log_p[t, word]), loss, float(far), *(float(n >= i) for i in (1, 2, 3, 4)), d]
-            scores.append(
-                float(beta.exp()) * float(keys[t] @ key) + sum(float(x) * y for x, y in zip(u, facts, strict=True))
-            )
+            facts = [
+                float(keys[t] @ key),
+                float(log_p[t, word]),
+                loss,
+                float(far),
+                *(float(n >= i) for i in (1, 2, 3, 4)),
+                d,
+            ]
+            scores.append(sum(float(x) * y for x, y in zip(u, facts, strict=True)))
             same.append(n)
             known.append(d)
         scores = torch.tensor(scores, dtype=logits.dtype)

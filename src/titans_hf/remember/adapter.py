@@ -5,7 +5,7 @@
     AutoModelForCausalLM.from_pretrained("my-adapter")            # base model and adapter
 
 `adapter.safetensors` has plain tensors: "A.NAME" (r, in), "B_0.NAME" (out, r) and "rate.NAME" () for each linear layer,
-"list.center" (D,), "list.projection" (D, K) and "list.log_sharpness", ..., the numbers of the read-out. `config.json`
+"list.center" (D,), "list.projection" (D, K) and "list.entry_weight", ..., the numbers of the read-out. `config.json`
 has the settings, and `README.md` is the model card.
 """
 

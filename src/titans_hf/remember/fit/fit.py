@@ -13,13 +13,14 @@ Shapes: T tokens, r rank, R rows of a sketch, `in` and `out` the sizes of a line
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -30,8 +31,8 @@ from ..fast_weights import FastWeights, decoder_layers, linear_layers
 from ..files import NUMBER
 from ..parts import FAST_WEIGHTS, LIST, Memory, base_model
 from ..titans_layer import is_titans
-from ..token_list import ReadOut, TokenList
-from .fit_list import DOCUMENT, ROWS, Collector, Gains, Moments, Recorder, collect, fit_read_out, read_texts
+from ..token_list import ReadOut, TokenList, surprise
+from .fit_list import Collector, Gains, Moments, collect, fit_read_out
 
 SKETCH = 128  # rows of a sketch of the gradients
 FLOOR = 1e-4  # least s_i / s_1
@@ -40,6 +41,8 @@ FIRST_RATE, NUM_RATES = 0.05, 5
 KEY_SIZE = 64  # of the list
 TEXT, COMPARED = 1024, 2048  # tokens of a text for directions and start, and of one by which rates are compared
 FIT_TOKENS, COMPARED_TOKENS = 12 * TEXT, 4 * COMPARED  # in all, but at most a quarter of the documents
+ROWS = 4  # texts that are read at once
+DOCUMENT = "list.document"  # in the state: the number of each row's text in the call
 
 
 @contextmanager
@@ -169,6 +172,42 @@ def _sketches(
         for hook in hooks:
             hook.remove()
     return results
+
+
+@dataclass
+class Recorder:
+    """Replaces a model's list: calls `note` after each piece, and leaves the logits as they are.
+
+    note(state, losses, mlp_inputs, seen) is called with the state, the losses (R, T) of the tokens that were read,
+    their y (R, T, D), and the number of tokens (R,) that each row had read before.
+    """
+
+    window: int | None = None
+    note: Callable[[dict, Tensor, Tensor, Tensor], None] | None = None
+
+    def initial_state(self, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        return {
+            "list.logits": torch.zeros(rows, vocabulary, dtype=dtype, device=device),
+            DOCUMENT: torch.arange(rows, device=device),
+        }
+
+    def read(
+        self, state: dict[str, Tensor], tokens: Tensor, mlp_inputs: Tensor, logits: Tensor, learns: Tensor, *others
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        seen = others[0]  # the number of kept logits, which follows, does not matter: all are noted
+        if self.note is not None:
+            before = torch.cat([state["list.logits"][:, None].to(logits), logits[:, :-1]], 1)
+            self.note(state, surprise(before, tokens), mlp_inputs.detach(), seen)
+        return logits, {"list.logits": logits[:, -1].detach()}
+
+
+def read_texts(model: PreTrainedModel, texts: Sequence[Tensor]) -> None:
+    """Reads texts (T,), one per row, each with an empty memory, in one call."""
+    device, length = model.get_input_embeddings().weight.device, max(map(len, texts))
+    ids = torch.stack([pad(x, (0, length - len(x))) for x in texts])
+    mask = torch.stack([pad(torch.ones_like(x), (0, length - len(x))) for x in texts])
+    with torch.no_grad():
+        model(ids.to(device), attention_mask=mask.to(device), logits_to_keep=1, cache=MemoryCache(model))
 
 
 def losses_of(model: PreTrainedModel, texts: Sequence[Tensor], bar: tqdm) -> list[Tensor]:
@@ -387,6 +426,6 @@ class _Fit:
         center, projection = moments.keys(min(KEY_SIZE, size))
         collector = Collector(center, projection, ReadOut.cautious(), entries=entries)
         with self.memory(fast_weights, collector), self.bar("the list", sum(map(len, documents))) as bar:
-            evidence = collect(self.model, documents, self.saved, bar)
+            evidence = collect(self.model, documents, ROWS, read_texts, self.saved, bar)
         read_out, gains = fit_read_out(evidence)
         return TokenList(center, projection, read_out, entries=entries), gains
