@@ -9,7 +9,7 @@ Every text is read in pieces, as a stream. With --task
     loss       each --text is scored token by token       ruler      needles, of --kinds
     facts      20 are told, a text is read, 20 questions   babilong   qa1 to qa3 of --stories, in the first --text
     chat       12 conversations: new answers, and the log probability of given ones
-    told       a chat that tells 20 facts, reads a text, and asks for each in a turn
+    told       a chat that tells 20 facts, reads a text, and asks for each in a branch
 
 Methods:
 

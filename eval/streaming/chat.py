@@ -6,9 +6,11 @@ The first six lie within a window of 256 tokens; the others follow a text of TOK
 holds. "new" is the model's answer after its own earlier answers: right if it equals none of them. "given" has the log
 probability of the given answer after the given earlier answers, which were read as any text.
 
-In a told chat the first message tells the facts of `facts.py`, a text of TOKENS follows, and each question is a turn.
+In a told chat the first message tells the facts of `facts.py`, a text of TOKENS follows, and each question is asked
+after it, in a branch of its own.
 """
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,12 @@ class Chat:
         reader.begin()
         self.reader, self.tokenizer, self.read, self.said = reader, tokenizer, "", []
 
-    def prompt(self, messages: list[str]) -> Tensor:
-        """Returns the ids (T,) of the messages, of user and assistant in turn, after what was read."""
+    def prompt(self, messages: list[str], answer: bool = True) -> Tensor:
+        """Returns the ids (T,) of the messages, of user and assistant in turn, after what was read; with the header of
+        an answer.
+        """
         roles = [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(messages)]
-        whole = self.tokenizer.apply_chat_template(roles, tokenize=False, add_generation_prompt=True)
+        whole = self.tokenizer.apply_chat_template(roles, tokenize=False, add_generation_prompt=answer)
         ids = tensor(self.tokenizer(whole.removeprefix(self.read), add_special_tokens=False).input_ids)
         self.read = whole
         if self.said:  # its last token was not read yet; an end token is in the template too
@@ -88,12 +92,12 @@ def told_answers(reader: Reader, seed: str, text: str, tokenizer: PreTrainedToke
     whether it holds no told value.
     """
     told, questions = draw_facts(random.Random(seed))
-    messages = [" ".join(told), "I will remember that.", f"Here is a text.\n\n{text}", "Thank you. I have read it."]
+    messages = [" ".join(told), "Go on.", f"Here is a text.\n\n{text}", "Thank you. I have read it."]
     talk, found = Chat(reader, tokenizer), []
+    reader.read_on(talk.prompt(messages, answer=False))
     for kind, question, value, values in questions:
-        messages.append(f"Complete this sentence: {question} ...")
-        messages.append(talk.answer(messages))
-        said = messages[-1]
+        with reader.branch():
+            said = copy.copy(talk).answer([*messages, f"Complete this sentence: {question} ..."])
         is_right = value in said if kind != "absent" else not any(x in said for x in values)
         found.append([kind, value, said, is_right])
     return found

@@ -5,7 +5,8 @@
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -54,13 +55,18 @@ class Reader:
         for piece in ids.split(self.piece):
             self.read(piece)
 
+    @contextmanager
+    def branch(self) -> Iterator[None]:
+        """Reads in a branch until its end: then the reader is where it was."""
+        kept = self.__dict__.copy()
+        self.cache = copy.copy(self.cache) if isinstance(self.cache, MemoryCache) else copy.deepcopy(self.cache)
+        yield
+        self.__dict__ = kept
+
     def after(self, ids: Tensor) -> Tensor:
         """Returns the log probabilities after each of the next tokens (T, V); the reader stays where it is."""
-        kept = self.__dict__.copy()
-        self.cache = copy.deepcopy(self.cache)
-        result = self.read(ids)
-        self.__dict__ = kept
-        return result
+        with self.branch():
+            return self.read(ids)
 
     def generate(self, ids: Tensor, most: int, is_done: Callable[[list[int]], bool] = lambda said: False) -> list[int]:
         """Reads tokens (T,), and answers greedily by at most `most`. All but the last token of the answer are read."""
