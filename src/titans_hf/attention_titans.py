@@ -53,8 +53,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     rotated, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = rotated.chunk(2, dim=-1)
-    half = torch.cat([-second, first], dim=-1)
-    rotated = torch.addcmul(rotated * cos, half, sin)
+    rotated = torch.addcmul(rotated * cos, torch.cat([second, first], dim=-1), sin)
     return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
@@ -117,11 +116,14 @@ class TitansAttention(nn.Module):
         """True if unrotated queries are needed too: with persistent tokens and heads that are rotated as a whole."""
         return self.config.num_persistent_tokens > 0 and self.config.rotary_dim == self.head_dim
 
-    def rotate_queries(self, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates queries (B, T, h, D) for `attend`. If unrotated queries are needed too, they follow the rotated ones:
+    def rotate_both(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Rotates queries and keys (B, T, h, D)."""
+        return rotate(torch.cat([queries, keys], dim=2), cos, sin).split([queries.shape[2], keys.shape[2]], dim=2)
+
+    def with_plain(self, rotated: Tensor, queries: Tensor) -> Tensor:
+        """Returns rotated queries (B, T, h, D) for `attend`. If unrotated queries are needed too, they follow:
         (B, T, h, 2 D).
         """
-        rotated = rotate(queries, cos, sin)
         return torch.cat([rotated, queries], dim=-1) if self.keeps_plain_queries else rotated
 
     def persistent_keys_and_values(self, persistent: Tensor) -> KeyValueCache:
@@ -144,9 +146,10 @@ class TitansAttention(nn.Module):
         arrange: Callable[[Tensor], Tensor],
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes attention of queries from `rotate_queries` over keys and values (B, K, h, D), persistent tokens
-        first, where mask (B or 1, T, K) is True. Returns (B, T, h * D), and the weights (B, h, T, K) as `arrange`
-        returns them, None if they are not recorded. `kwargs` go to the attention function.
+        """Computes attention of queries from `with_plain` over keys and values (B, K, h, D), persistent tokens
+        first, where mask (B or 1, T, K) is True; a mask of numbers is added to the scores. Returns (B, T, h * D), and
+        the weights (B, h, T, K) as `arrange` returns them, None if they are not recorded. `kwargs` go to the attention
+        function.
         """
         if queries.shape[-1] > self.head_dim:  # [rotated, plain]; the plain half is for persistent keys
             persistent, rest = keys.tensor_split([self.config.num_persistent_tokens], dim=1)
@@ -158,7 +161,7 @@ class TitansAttention(nn.Module):
         output, weights = attention(
             self,
             *(x.transpose(1, 2) for x in (queries, keys, values)),
-            mask[:, None] if arranges else mask_for(name, mask[:, None], queries.dtype),
+            mask[:, None] if arranges or mask.is_floating_point() else mask_for(name, mask[:, None], queries.dtype),
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             arrange=arrange,
@@ -187,17 +190,16 @@ class WindowAttention(TitansAttention):
         before; `kwargs` go to the attention function. Returns weights (B, h, T, P + W).
         """
         queries, new = self.project_queries(hidden_states), self.project_keys_and_values(hidden_states)
-        new.keys = rotate(new.keys, *grid.rotary)
+        rotated, new.keys = self.rotate_both(queries, new.keys, *grid.rotary)
         # The cache may have been written in another dtype.
         kv_cache = kv_cache.map(lambda old: old.to(new.keys.dtype))
-        window, oldest = kv_cache.window, grid.row_starts - num_seen  # slot of a row's first token
         if grid.is_single_token:
-            output, weights, extended = self._attend_token(queries, new, kv_cache, oldest, grid, **kwargs)
+            output, weights, extended = self._attend_token(rotated, new, kv_cache, num_seen, grid, **kwargs)
         else:
-            extended = window.map(grid.prepend, new)
-            at_start = window.keys.shape[1] == 0
-            queries = self.rotate_queries(queries, *grid.rotary)
-            oldest = None if at_start else oldest
+            extended = kv_cache.window.map(grid.prepend, new)
+            at_start = kv_cache.window.keys.shape[1] == 0
+            oldest = None if at_start else grid.row_starts - num_seen  # slot of a row's first token
+            queries = self.with_plain(rotated, queries)
             output, weights = self._attend_blocks(queries, extended, kv_cache.persistent, oldest, **kwargs)
         length = self.config.sliding_window - 1
         if not grid.full_window:
@@ -206,10 +208,10 @@ class WindowAttention(TitansAttention):
         return AttentionOutput(self.o_proj(output), weights, WindowCache(kv_cache.persistent, window))
 
     def _attend_token(
-        self, queries: Tensor, new: KeyValueCache, kv_cache: WindowCache, oldest: Tensor, grid: TokenGrid, **kwargs
+        self, queries: Tensor, new: KeyValueCache, kv_cache: WindowCache, num_seen: Tensor, grid: TokenGrid, **kwargs
     ) -> tuple[Tensor, Tensor | None, KeyValueCache]:
-        """Computes attention of one token of each row (B, 1, h, D). Returns the results of `attend`, and the keys and
-        values of the window and of the token (B, N + 1, h, D).
+        """Computes attention of one token of each row, whose query is rotated (B, 1, h, D). Returns the results of
+        `attend`, and the keys and values of the window and of the token (B, N + 1, h, D).
         """
         persistent = kv_cache.persistent.keys
         if self.keeps_plain_queries:  # rotated like the query: the score is the same as without rotations
@@ -218,16 +220,25 @@ class WindowAttention(TitansAttention):
         values = torch.cat([kv_cache.persistent.values, kv_cache.window.values, new.values], dim=1)
         extended = KeyValueCache(keys, values).map(lambda x: x[:, persistent.shape[1] :])
         num_keys = extended.keys.shape[1]
-        positions = torch.arange(1 - num_keys, 1, device=keys.device)  # of the keys; the token itself is at 0
-        mask = (positions >= oldest[:, None])[:, None]
-        mask = nn.functional.pad(mask, (persistent.shape[1], 0), value=True)
-        arrange = partial(self._by_distance, num_keys=num_keys)
-        return *self.attend(rotate(queries, *grid.rotary), keys, values, mask, arrange, **kwargs), extended
+
+        def mask() -> Tensor:
+            positions = torch.arange(1 - num_keys, 1, device=keys.device)  # of the keys; the token itself is at 0
+            is_read = (positions >= -num_seen[:, None])[:, None]
+            is_read = nn.functional.pad(is_read, (persistent.shape[1], 0), value=True)
+            if self.config._attn_implementation != "sdpa":
+                return is_read
+            return torch.zeros_like(is_read, dtype=keys.dtype).masked_fill(~is_read, -torch.inf)  # as sdpa makes it
+
+        arrange, mask = (
+            partial(self._by_distance, num_keys=num_keys),
+            grid.once((num_keys, keys.dtype), mask, keys.device),
+        )
+        return *self.attend(queries, keys, values, mask, arrange, **kwargs), extended
 
     def _attend_blocks(
         self, queries: Tensor, extended: KeyValueCache, persistent: KeyValueCache, oldest: Tensor | None, **kwargs
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes attention of queries from `rotate_queries` (B, T, h, D) in blocks of W queries, which become rows of
+        """Computes attention of queries from `with_plain` (B, T, h, D) in blocks of W queries, which become rows of
         a batch. extended (B, N + T, h, D): keys and values of the N tokens before and of the T tokens.
 
         The first block is computed apart, because only its window can reach back to slots before the first token.
@@ -302,7 +313,7 @@ class SegmentAttention(TitansAttention):
     def project(self, hidden_states: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
         """Projects and rotates hidden_states (B, T, hidden); each token is at `slots` (B or 1, T) of its segment.
 
-        Returns queries (rotated by `rotate_queries`), keys and values (B, T, h, D), and cos and sin (B or 1, T, 1,
+        Returns queries (from `with_plain`), keys and values (B, T, h, D), and cos and sin (B or 1, T, 1,
         rotary_dim) for h.
         """
         # The factors for h and for S in one call, so that a decoded token is faster.
@@ -310,8 +321,8 @@ class SegmentAttention(TitansAttention):
         positions = torch.cat([slots, slots + self.config.segment_length])
         cos, sin = rotary_factors(self.config, positions, queries.dtype)
         (cos, own_cos), (sin, own_sin) = cos.chunk(2), sin.chunk(2)
-        queries, keys = self.rotate_queries(queries, own_cos, own_sin), rotate(new.keys, own_cos, own_sin)
-        return queries, keys, new.values, cos, sin
+        rotated, keys = self.rotate_both(queries, new.keys, own_cos, own_sin)
+        return self.with_plain(rotated, queries), keys, new.values, cos, sin
 
     def forward(
         self,

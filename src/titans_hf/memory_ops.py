@@ -169,7 +169,7 @@ def memorize_on_grid(
         if chunk_comba is not None:
             return memorize_by_kernel(chunk_comba, inputs, state, grid, decay_target)
     if is_single:
-        return _memorize_token(inputs, state, decay_target, chunk_size, rule)
+        return _memorize_token(inputs, state, decay_target, chunk_size, rule, grid)
     rows_and_heads = inputs.inner_lr.shape[:2]
     arguments, chunk_starts = _scan_arguments(inputs, state, decay_target, grid, chunk_size)
     by_hand = rule.network == "mlp" and not inputs.has_gates_per_layer  # the backward
@@ -288,7 +288,8 @@ def single_token_delta(inputs: Tensor, value: Tensor, weights: Tensor) -> Tensor
     """Computes the delta of one token, 2 / max(1, |h|^2) (h M - v): inputs h (..., 1, d_in), weights (..., d_in,
     d_out).
     """
-    return 2 / inputs.square().sum(-1, keepdim=True).clamp(min=1.0) * (inputs @ weights - value)
+    squares = torch.linalg.vecdot(inputs, inputs).clamp(min=1.0)[..., None]
+    return (inputs @ weights).sub_(value).mul_(2).div_(squares)
 
 
 def _memorize_token(
@@ -297,13 +298,14 @@ def _memorize_token(
     decay_target: tuple[Tensor, ...],
     chunk_size: int,
     rule: UpdateRule,
+    grid: TokenGrid,
 ) -> MemorizeOutput:
     """Updates with one token per row by eq. 13-15, without a branch on data."""
     # In place on new tensors: a step takes as long as reading and writing the state.
     anchor = ()
     if state.anchor:
-        at_chunk_start = partial(where_rows, state.num_seen % chunk_size == 0)
-        anchor = tuple(map(at_chunk_start, state.weights, state.anchor))
+        starts = grid.once("starts", lambda: state.num_seen % chunk_size == 0, state.num_seen.device)
+        anchor = tuple(map(partial(where_rows, starts), state.weights, state.anchor))
     h, deltas = _factors_at(inputs, anchor, state.weights, rule)
     theta, retain = (_of_layers(x, inputs, len(state.weights)) for x in (inputs.inner_lr, inputs.log_retain.exp()))
     # (1 - alpha_t) M_{t-1} + alpha_t M_0 (eq. 13)
@@ -321,9 +323,10 @@ def _memorize_token(
     if momentum:
         for w, s in zip(weights, momentum, strict=True):
             w.add_(s)  # M_t = ... + S_t: eq. 13
-    state = MemoryState(weights, momentum, anchor, state.num_seen + 1)
+    after = MemoryState(weights, momentum, anchor, state.num_seen + 1)
     retrieved = read(weights, inputs.queries, rule.network)  # y_t: eq. 15
-    return MemorizeOutput(retrieved, token_surprise(h, deltas, rule).detach(), state)
+    surprise = token_surprise(h, deltas, rule).detach() if grid.needs_surprise else None
+    return MemorizeOutput(retrieved, surprise, after)
 
 
 def _needs_gradients(tree: Any) -> bool:

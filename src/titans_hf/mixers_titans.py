@@ -182,7 +182,7 @@ class TitansMixer(nn.Module):
 
 def add_memory(y: Tensor, m: Tensor, norm: nn.Module) -> Tensor:
     """Computes y * sigmoid(norm(m)) + m from the outputs of attention and memory, (B, T, hidden): `memory_residual`."""
-    return y * torch.sigmoid(norm(m)) + m
+    return torch.addcmul(m, y, torch.sigmoid(norm(m)))
 
 
 def multiply_by_memory(y: Tensor, m: Tensor, norm_y: nn.Module, norm_m: nn.Module) -> Tensor:

@@ -16,7 +16,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .cache_layer import LayerState
 from .configuration_titans import TitansConfig
-from .memory_network import UpdateRule, clip_scale, layer_shapes, read
+from .memory_network import UpdateRule, layer_shapes, read
 from .memory_ops import memorize_on_grid
 from .memory_state import Gates, MemoryInputs, MemoryState, zero_of
 from .token_grid import TokenGrid
@@ -66,7 +66,7 @@ class HeadNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
         if self.only_above:
-            return x * (clip_scale(x.norm(dim=-1, keepdim=True), x.new_ones(())) * x.shape[-1] ** 0.5) * weight
+            return x / x.norm(dim=-1, keepdim=True).clamp(min=1.0) * (weight * x.shape[-1] ** 0.5)
         return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
@@ -124,7 +124,9 @@ class InitialWeights(nn.Module):
 
     def forward(self, dtype: torch.dtype) -> list[Tensor]:
         """Returns copies in `dtype`: sharded parameters are released when this returns."""
-        return [weight.to(dtype, copy=True) for weight in self._parameters.values()]
+        weights = list(self._parameters.values())
+        copies = torch.cat([x.flatten() for x in weights]).to(dtype).split([x.numel() for x in weights])
+        return [x.view_as(weight) for x, weight in zip(copies, weights, strict=True)]
 
 
 class TokenGate(nn.Module):
@@ -354,17 +356,20 @@ class NeuralMemory(nn.Module):
         else:
             momentum = self._logits(self.momentum, hidden_states, dtype)
             log_momentum_decay = logsigmoid(momentum)  # log eta_t: eq. 10
-            one_minus_eta = torch.sigmoid(-momentum)
             if self.rule.delta_rule:
                 log_momentum_decay = log_momentum_decay + math.log(LARGEST_ETA_OF_DELTA_RULE)
-                one_minus_eta = 1 - LARGEST_ETA_OF_DELTA_RULE * (1 - one_minus_eta)
             if self.stable:
                 # Times 1 - eta_t: then a gradient's steps sum to theta_t whatever eta is, |S| <= max theta |gradient|.
-                inner_lr = inner_lr * one_minus_eta
-        log_retain = torch.zeros_like(inner_lr)  # alpha_t = 0
-        if self.forget is not None:
+                if self.rule.delta_rule:
+                    eta = torch.sigmoid(momentum)
+                    inner_lr = torch.addcmul(inner_lr, inner_lr, eta, value=-LARGEST_ETA_OF_DELTA_RULE)
+                else:  # eta may be close to 1
+                    inner_lr = inner_lr * torch.sigmoid(-momentum)
+        if self.forget is None:
+            log_retain = torch.zeros_like(inner_lr)  # alpha_t = 0
+        else:
             logits = self._logits(self.forget, hidden_states, dtype)
-            log_retain = logsigmoid(-logits) if updates else log_retain + zero_of(logits)  # log(1 - alpha_t): eq. 13
+            log_retain = logsigmoid(-logits) if updates else torch.zeros_like(inner_lr) + zero_of(logits)  # eq. 13
         return Gates(inner_lr, log_momentum_decay, log_retain)
 
     def _logits(self, gate: TokenGate, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:

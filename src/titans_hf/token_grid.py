@@ -10,8 +10,8 @@ Shapes: B batch rows, T tokens, R rows of slots (one per document; B where there
 of a row, P entries that precede a row's first slot.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -66,6 +66,7 @@ class TokenGrid:
     rotary: cos and sin (2, R or 1, G, 1, rotary_dim) at each slot's position in its document; None if no attention
     needs them.
     full_window: True if the cache of a window has its full length after the call, whatever the number of columns read.
+    shared: the results of `once`.
     """
 
     num_slots: int
@@ -79,6 +80,7 @@ class TokenGrid:
     learns: bool = True
     rotary: Tensor | None = None
     full_window: bool = False
+    shared: dict[Hashable, Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
     def identity(cls, batch_size: int, num_tokens: int, device: torch.device, learns: bool = True) -> "TokenGrid":
@@ -87,16 +89,23 @@ class TokenGrid:
         return cls(num_tokens, row_starts, row_starts + num_tokens, learns=learns)
 
     @classmethod
-    def build(cls, num_seen: Tensor, num_tokens: int, grid_size: int, columns: Columns = ALL_TOKENS) -> "TokenGrid":
-        """Returns the grid of T tokens after `num_seen` (B,) tokens per batch row, for chunks of `grid_size` slots."""
+    def build(
+        cls, num_seen: Tensor, num_tokens: int, grid_size: int, columns: Columns = ALL_TOKENS, is_new: bool = False
+    ) -> "TokenGrid":
+        """Returns the grid of T tokens after `num_seen` (B,) tokens per batch row, for chunks of `grid_size` slots;
+        is_new: all of `num_seen` is 0. The host reads one value at most.
+        """
         shape, device = (len(num_seen), num_tokens), num_seen.device
         # 1. Calls that need no grid: a single token per row, and tokens that start at a chunk boundary in every row.
         if num_tokens == 1 and columns.document_starts is None:
             grid = cls.identity(*shape, device, columns.learns)
             return grid if columns.mask is None else replace(grid, is_padding=~columns.mask[:, 0])
         compiling = torch.compiler.is_compiling()  # then no size may depend on data
-        if columns.are_tokens and not compiling and not (num_seen % grid_size).any():
-            return cls.identity(*shape, device, columns.learns)
+        num_slots = num_tokens + (grid_size - 1 if compiling else 0)  # compiled: the largest number that can be needed
+        if columns.are_tokens and not compiling:
+            if not (first_slot := int((num_seen % grid_size).max())):
+                return cls.identity(*shape, device, columns.learns)
+            num_slots += first_slot
         # 2. One row of slots per document: documents are counted over all columns, batch row after batch row.
         row, source_rows, last_rows = torch.arange(shape[0], device=device)[:, None].expand(shape), None, None
         if columns.document_starts is not None:
@@ -112,8 +121,8 @@ class TokenGrid:
         row_starts = num_seen % grid_size
         count = torch.zeros_like(row_starts).index_add(0, row.flatten(), mask.flatten().long())
         row_ends = row_starts + count
-        # Compiled: the largest number that can be needed. At least 1: a call may contain padding only.
-        num_slots = num_tokens + grid_size - 1 if compiling else max(1, int(row_ends.max()))
+        if not (compiling or columns.are_tokens or (is_new and makes_host_wait(row_ends))):
+            num_slots = max(1, int(row_ends.max()))  # at least 1: a call may contain padding only
         # 4. A token's slot: its row's first slot plus the number of the row's tokens before it.
         index_in_row = mask.flatten().cumsum(0).view(shape) - 1 - (count.cumsum(0) - count)[row]
         token_slots = row * num_slots + row_starts[row] + index_in_row
@@ -124,6 +133,12 @@ class TokenGrid:
         """Copies the grid to a device. Accelerate calls it when layers are on several devices."""
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
+
+    def once(self, key: Hashable, compute: Callable[[], Tensor], device: torch.device) -> Tensor:
+        """Returns what the first layer of a call computes for all layers on its device, for example a mask."""
+        if (key, device) not in self.shared:
+            self.shared[key, device] = compute()
+        return self.shared[key, device]
 
     def split(self, length: int) -> Iterator["TokenGrid"]:
         """Splits the grid every `length` slots; a row may have no token in some of the parts."""
@@ -228,7 +243,7 @@ def _index_like(index: Tensor, x: Tensor) -> Tensor:
 
 def rotary_factors(config: TitansConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Computes cos and sin (2, ..., 1, rotary_dim) of the rotary angles at `positions` (...) int64, the same for all
-    heads, in float32 at least.
+    heads, in float32 at least. The first half of sin is negative, as `rotate` takes it.
 
     Angles are computed in float64 and cos and sin are rounded once: a score depends only on the distance to its key,
     even at position 5 million.
@@ -238,8 +253,8 @@ def rotary_factors(config: TitansConfig, positions: Tensor, dtype: torch.dtype) 
     frequencies = base ** -(torch.arange(0, size, 2, device=device, dtype=precise) / size)
     exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
     angles = positions[..., None].to(exact) * frequencies.to(exact)
-    angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-    return torch.stack([angles.cos(), angles.sin()]).to(precise)
+    cos, sin = (x.unsqueeze(-2) for x in (angles.cos(), angles.sin()))
+    return torch.cat([cos, cos, -sin, sin], dim=-1).unflatten(-1, (2, -1)).movedim(-2, 0).to(precise)
 
 
 def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
@@ -307,6 +322,7 @@ class TokenLayout(NamedTuple):
         if num_seen is None and to_reread is None and columns.are_tokens:
             grid = TokenGrid.identity(batch_size, num_tokens, device, learns)
             return cls(columns, with_rotary(grid, grid.row_starts[:1]))
+        is_new = num_seen is None and to_reread is None
         if num_seen is None:
             num_seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
         num_seen, reread_grids = num_seen.to(device), []
@@ -316,7 +332,7 @@ class TokenLayout(NamedTuple):
             grid = TokenGrid.build(num_seen, run.num_columns, config.grid_size, again)
             reread_grids.append(with_rotary(grid, num_seen))
             num_seen = grid.num_seen_after(num_seen)
-        grid = TokenGrid.build(num_seen, num_tokens, config.grid_size, columns)
+        grid = TokenGrid.build(num_seen, num_tokens, config.grid_size, columns, is_new)
         return cls(columns, with_rotary(grid, num_seen), tuple(reread_grids))
 
 
@@ -353,6 +369,9 @@ def _new_columns_of_mask(
     if torch.compiler.is_compiling():
         return attention_mask[:, -num_tokens:] != 0
     mask = attention_mask != 0
+    if num_tokens > 1 and makes_host_wait(mask) and not attention_mask.is_floating_point():
+        torch._assert_async((attention_mask == mask).all(), "`attention_mask` must be 1 at tokens and 0 at padding.")
+        return mask[:, -num_tokens:]
     # An all-zero float mask is ambiguous: additive it masks nothing, as 0/1 it masks everything.
     ambiguous = attention_mask.is_floating_point() and not attention_mask.any()
     if ambiguous or (others := attention_mask != mask).any():
@@ -360,6 +379,11 @@ def _new_columns_of_mask(
         raise ValueError(f"`attention_mask` must be 1 at tokens and 0 at padding, not additive, but has {other}.")
     mask = mask[:, -num_tokens:]
     return None if mask.all() else mask
+
+
+def makes_host_wait(x: Tensor) -> bool:
+    """True if the host, which asks for a value of x, waits until a device has computed it."""
+    return x.device.type != "cpu"
 
 
 def _check_documents(shape: tuple[int, int], documents: Documents) -> None:

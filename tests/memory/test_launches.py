@@ -7,7 +7,7 @@ import pytest
 import torch
 from launches import Launches, count
 
-from titans_hf import TitansConfig, TitansForCausalLM, memory_ops
+from titans_hf import TitansConfig, TitansForCausalLM, memory_ops, token_grid
 
 SIZES = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=256, tie_word_embeddings=True)
 
@@ -31,7 +31,7 @@ def train(model, length: int) -> Launches:
     return count(lambda: model(ids, labels=ids, use_cache=False).loss.backward())
 
 
-FORMS = [(read, "titans", 51, 294), (train, "titans", 157.125, 948), (train, "delta", 51.875, 594)]
+FORMS = [(read, "titans", 51, 248), (train, "titans", 157.125, 895), (train, "delta", 51.875, 556)]
 
 
 @pytest.mark.parametrize("run,form,of_chunk,fixed", FORMS)
@@ -47,7 +47,7 @@ def test_launches_in_groups_of_a_gpu(monkeypatch):
     """The launches and triangular systems of a layer in training, in groups as large as on a GPU."""
     monkeypatch.setitem(memory_ops.GROUP_SIZES, "cpu", memory_ops.GROUP_SIZES["cuda"])
     one, two = (train(make(layers), 2048) for layers in (1, 2))
-    assert two.total - one.total <= 3624 and two.solves - one.solves <= 36
+    assert two.total - one.total <= 3571 and two.solves - one.solves <= 36
 
 
 def test_launches_of_a_token():
@@ -61,4 +61,25 @@ def test_launches_of_a_token():
             return count(lambda: model(draw(1), cache=cache)).total
 
     one = of_layers(1)
-    assert one + 11 * (of_layers(2) - one) <= 1995
+    assert one + 11 * (of_layers(2) - one) <= 1364
+
+
+@torch.no_grad()
+def test_reads_of_a_call(monkeypatch):
+    """A mask on a device makes the host wait for nothing, with padding or without; a cache for one value."""
+    model, ids, padded = make(2), torch.randint(2, 256, (2, 100)), torch.ones(2, 100, dtype=torch.int64)
+    padded[1, :30] = 0
+    calls = [(mask, before) for mask in (None, torch.ones_like(padded), padded) for before in (0, 70)]
+
+    def read(mask, before: int) -> tuple[torch.Tensor, int]:
+        cache = model(ids[:, :before], use_cache=True).cache if before else None
+        results = []
+        reads = count(lambda: results.append(model(ids, attention_mask=mask, cache=cache).logits)).reads
+        return results[0] if mask is None else results[0] * mask[..., None], reads
+
+    expected = [read(*call)[0] for call in calls]
+    monkeypatch.setattr(token_grid, "makes_host_wait", lambda x: True)
+    for (mask, before), logits in zip(calls, expected, strict=True):
+        found, reads = read(mask, before)
+        assert reads <= bool(before)
+        torch.testing.assert_close(found, logits)
