@@ -231,7 +231,7 @@ class WindowAttention(TitansAttention):
 
         arrange, mask = (
             partial(self._by_distance, num_keys=num_keys),
-            grid.once((num_keys, keys.dtype), mask, keys.device),
+            grid.once("mask", mask, keys.device),
         )
         return *self.attend(queries, keys, values, mask, arrange, **kwargs), extended
 

@@ -133,6 +133,9 @@ class Gates(NamedTuple):
     log_retain: Tensor
 
 
+Update = tuple[Tensor | None, Gates]  # of one memory: surprise (None if not asked for) and gates of a grid's tokens
+
+
 class MemorizeOutput(NamedTuple):
     """The result of an update of the memory: retrieved (B, H, T, D) in the state's dtype; surprise (B, H, T), the norm
     of each token's gradient, detached, None if a call does not need it; and the state after the last token.

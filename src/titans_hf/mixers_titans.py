@@ -7,7 +7,6 @@ Their base, `TitansMixer`, is a function of a call's tokens and of the state bef
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,9 @@ from .attention_titans import SegmentAttention, WindowAttention
 from .cache_layer import LayerState, WindowCache
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
-from .memory_state import Gates, map_tensors, where_rows
+from .memory_state import Gates, Update, map_tensors, where_rows
 from .neural_memory import MemoryRecall, NeuralMemory, TitansRMSNorm
 from .token_grid import TokenGrid, TokenLayout
-
-Update = tuple[Tensor | None, Gates]  # of one memory: surprise and gates of the tokens on the slots of a grid
 
 
 @dataclass(frozen=True)
@@ -75,17 +72,9 @@ class LayerSurprise:
         return torch.cat(calls, dim=-1)
 
 
-class MixerOutput(NamedTuple):
-    """The result of a mixer for the tokens of a call, or for the slots of a grid (`TitansMixer.mix`).
-
-    hidden_states: (B, T, hidden), or (R, G, hidden). attentions: (B, h, T, K), or (R, h, G, K), or None. state: B or R
-    rows, after the last token. surprise: the tokens' surprise; for slots, surprise and gates of the memory's updates.
-    """
-
-    hidden_states: Tensor
-    attentions: Tensor | None
-    state: LayerState
-    surprise: LayerSurprise | Sequence[Update]
+# The result of a mixer for the slots of a grid: hidden states (R, G, hidden); attention weights (R, h, G, K) or None;
+# the state after the last token; and the updates of the memory, in MAC one per segment.
+Mixed = tuple[Tensor, Tensor | None, LayerState, Sequence[Update]]
 
 
 class TitansMixer(nn.Module):
@@ -106,9 +95,12 @@ class TitansMixer(nn.Module):
             self.register_buffer("persistent", persistent, persistent=False)
         self.memory = NeuralMemory(config, layer_idx)
 
-    def forward(self, inputs: Tensor, layout: TokenLayout, cache: TitansCache | None = None, **kwargs) -> MixerOutput:
+    def forward(
+        self, inputs: Tensor, layout: TokenLayout, cache: TitansCache | None = None, **kwargs
+    ) -> tuple[Tensor, Tensor | None, LayerSurprise]:
         """Mixes inputs (B, T, hidden) after the tokens of the cache, if there is one, and updates its layer.
-        `kwargs` go to the attention function.
+        `kwargs` go to the attention function. Returns hidden states (B, T, hidden), attention weights (B, h, T, K) or
+        None, and the tokens' surprise.
         """
         layer = None if cache is None else cache.layers[self.layer_idx]
         state, recorded = (None, ()) if layer is None else layer.state_before_call()
@@ -116,19 +108,17 @@ class TitansMixer(nn.Module):
         for tokens, grid in (*reread, (inputs, layout.grid)):
             before = state
             state_of_rows = self._state_of_rows(state, tokens.dtype, grid)
-            output = self.mix(grid.scatter(tokens), state_of_rows, grid, **kwargs)
-            state = output.state
+            hidden_states, weights, state, updates = self.mix(grid.scatter(tokens), state_of_rows, grid, **kwargs)
             if grid.is_padding is not None:
                 state = state_of_rows.where_rows(grid.is_padding, state)
             if grid.last_rows is not None:
                 state = state.map(lambda x, rows=grid.last_rows: x[rows])
         if layer is not None:
             layer.finish_call(before, state, inputs, layout.columns)
-        weights = output.attentions
         if weights is not None and grid.token_slots is not None:
             weights = grid.gather(weights.transpose(1, 2)).transpose(1, 2)
-        surprise = LayerSurprise(((map_tensors(Tensor.detach, output.surprise), grid),))
-        return MixerOutput(grid.gather(output.hidden_states), weights, state, surprise)
+        surprise = LayerSurprise(((map_tensors(Tensor.detach, updates), grid),))
+        return grid.gather(hidden_states), weights, surprise
 
     def _state_of_rows(self, state: LayerState | None, dtype: torch.dtype, grid: TokenGrid) -> LayerState:
         """Returns the state from which each row of the grid continues, given the state of the batch rows (None before
@@ -142,7 +132,7 @@ class TitansMixer(nn.Module):
             return initial
         return initial.where_rows(grid.source_rows < 0, state.map(lambda x: x[grid.source_rows]))
 
-    def mix(self, inputs: Tensor, state: LayerState, grid: TokenGrid, **kwargs) -> MixerOutput:
+    def mix(self, inputs: Tensor, state: LayerState, grid: TokenGrid, **kwargs) -> Mixed:
         """Mixes inputs (R, G, hidden) on the slots of `grid`."""
         raise NotImplementedError
 
@@ -194,8 +184,8 @@ class LMMMixer(TitansMixer):
     """The memory alone (paper section 4.3, "memory without attention")."""
 
     def mix(self, hidden_states, state, grid, **kwargs):
-        output = self.memory.update(hidden_states, state.memory, state.conv_state, grid)
-        return MixerOutput(output.output, None, LayerState(output.state, output.conv_state), [output.update])
+        output, *after, update = self.memory.update(hidden_states, state.memory, state.conv_state, grid)
+        return output, None, LayerState(*after), [update]
 
 
 class MALMixer(TitansMixer):
@@ -228,7 +218,7 @@ class MALMixer(TitansMixer):
         output = attended.hidden_states  # o = SW-Attn(norm(m)): eq. 31
         if self.config.memory_residual:
             output = add_memory(output, m, self.memory_norm)
-        return MixerOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
+        return output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates]
 
 
 class MAGMixer(TitansMixer):
@@ -258,7 +248,7 @@ class MAGMixer(TitansMixer):
             output = add_memory(output, m, self.memory_norm)
         else:
             output = multiply_by_memory(output, m, self.attention_norm, self.memory_norm)  # o = y (x) M(x~): eq. 28
-        return MixerOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
+        return output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates]
 
 
 class MACMixer(TitansMixer):
@@ -321,10 +311,10 @@ class MACMixer(TitansMixer):
             attended = self.attention(projected, h, state.kv_cache, slots, part.filled, **kwargs)
             y = segment + attended.hidden_states  # y_t: eq. 23, with the residual connection
             before = (state.memory, state.conv_state)
-            update = self.memory.update(y, *before, part, decay_target, projects=False)  # M_t: eq. 24
+            output, *after, update = self.memory.update(y, *before, part, decay_target, projects=False)  # M_t: eq. 24
             kept = weights if self.keeps_segment_weights else ()
-            state = LayerState(update.state, update.conv_state, attended.kv_cache, kept)
-            results.append((attended.hidden_states, update.output, attended.weights, update.update))
+            state = LayerState(*after, attended.kv_cache, kept)
+            results.append((attended.hidden_states, output, attended.weights, update))
         attended, retrieved, attentions, updates = zip(*results, strict=True)
         attended = torch.cat(attended, dim=1)
         y = hidden_states + attended
@@ -335,7 +325,7 @@ class MACMixer(TitansMixer):
             output = multiply_by_memory(y, m, self.attention_norm, self.memory_norm)  # o_t = y_t (x) M*_t(y_t): eq. 25
         # With one segment, the very tensor that attention used, so that it has a gradient.
         single = attentions[0] is None or len(attentions) == 1
-        return MixerOutput(output, attentions[0] if single else torch.cat(attentions, dim=2), state, updates)
+        return output, attentions[0] if single else torch.cat(attentions, dim=2), state, updates
 
     def _segment_weights(self, state: LayerState, grid: TokenGrid, slots: Tensor | None) -> tuple[Tensor, ...]:
         """Returns the memory's weights at the start of the segment that each row is in."""

@@ -114,7 +114,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         function.
         """
         inputs = self.mixer_norm(hidden_states)
-        hidden_states = hidden_states + self.mixer(inputs, layout, cache=cache, **kwargs).hidden_states
+        hidden_states = hidden_states + self.mixer(inputs, layout, cache=cache, **kwargs)[0]
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
 
@@ -134,7 +134,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {
         "hidden_states": TitansDecoderLayer,
         "attentions": OutputRecorder(TitansMixer, index=1),
-        "surprise": OutputRecorder(TitansMixer, index=3),
+        "surprise": OutputRecorder(TitansMixer, index=2),
     }
 
     def compile_memory(self, **options) -> None:

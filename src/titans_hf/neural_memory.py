@@ -5,7 +5,6 @@ Shapes: B batch, H heads, T tokens, D head size of the memory.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from .cache_layer import LayerState
 from .configuration_titans import TitansConfig
 from .memory_network import UpdateRule, layer_shapes, read
 from .memory_ops import memorize_on_grid
-from .memory_state import Gates, MemoryInputs, MemoryState, zero_of
+from .memory_state import Gates, MemoryInputs, MemoryState, Update, zero_of
 from .token_grid import TokenGrid
 
 # Added to squared norms that may be 0: a new memory outputs 0, and the key of a sequence's first token is 0 in a new
@@ -158,20 +157,6 @@ class OutputProjection(nn.Linear):
             self.weight.mul_(OUTPUT_SCALE)
 
 
-class MemoryOutput(NamedTuple):
-    """The result of the memory for the tokens on the slots of a grid.
-
-    output: hidden states (B, T, hidden), or, before the output projection, the retrieved values (B, H, T, D) in
-    the state's dtype. state and conv_state after the last token. update: the surprise (None if the grid does not ask
-    for it) and the gates of each token.
-    """
-
-    output: Tensor
-    state: MemoryState
-    conv_state: Tensor
-    update: tuple[Tensor | None, Gates]
-
-
 def is_updated(config: TitansConfig, grid: TokenGrid) -> bool:
     """True if tokens on the slots of a grid update a memory: not with `memory_max_lr` 0, nor while learning is off."""
     return grid.learns and config.memory_max_lr > 0
@@ -272,8 +257,8 @@ class NeuralMemory(nn.Module):
             memory = self.initial_state(len(hidden_states), hidden_states.dtype)
             state = LayerState(memory, self.initial_conv_state(memory, hidden_states.dtype))
         grid = TokenGrid.build(state.memory.num_seen, hidden_states.shape[1], self.config.memory_chunk_size)
-        output = self.update(grid.scatter(hidden_states), state.memory, state.conv_state, grid)
-        return grid.gather(output.output), LayerState(output.state, output.conv_state)
+        output, *after, _ = self.update(grid.scatter(hidden_states), state.memory, state.conv_state, grid)
+        return grid.gather(output), LayerState(*after)
 
     def decay_target(self, state: MemoryState, grid: TokenGrid) -> tuple[Tensor, ...]:
         """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty for 0 (eq.
@@ -290,11 +275,12 @@ class NeuralMemory(nn.Module):
         grid: TokenGrid,
         decay_target: tuple[Tensor, ...] | None = None,
         projects: bool = True,
-    ) -> MemoryOutput:
+    ) -> tuple[Tensor, MemoryState, Tensor, Update]:
         """Updates the memory with hidden_states (R, G, hidden) on the slots of `grid` and reads it for each of them.
 
         decay_target: a result of the method `decay_target`, which is called if it is None. projects: False to return
-        the retrieved values, to which `project_output` is to be applied.
+        the retrieved values (B, H, T, D) in the state's dtype, to which `project_output` is to be applied. Returns the
+        output (R, G, hidden), the states of memory and convolutions after the last token, and the surprise and gates.
         """
         decay_target = self.decay_target(state, grid) if decay_target is None else decay_target
         projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)
@@ -307,7 +293,7 @@ class NeuralMemory(nn.Module):
                 inputs, state, self.rule, grid, decay_target=decay_target, **options
             )
         output = self.project_output(hidden_states, output) if projects else output
-        return MemoryOutput(output, state, conv_state, (surprise, gates))
+        return output, state, conv_state, (surprise, gates)
 
     def _normalize(self, projected: Tensor) -> Tensor:
         """Normalises queries, keys and values (3, B, H, T, D), in the memory's dtype: the squares may exceed the range

@@ -10,7 +10,7 @@ Shapes: B batch rows, T tokens, R rows of slots (one per document; B where there
 of a row, P entries that precede a row's first slot.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -80,7 +80,7 @@ class TokenGrid:
     learns: bool = True
     rotary: Tensor | None = None
     full_window: bool = False
-    shared: dict[Hashable, Tensor] = field(default_factory=dict, compare=False)
+    shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
     def identity(cls, batch_size: int, num_tokens: int, device: torch.device, learns: bool = True) -> "TokenGrid":
@@ -134,11 +134,11 @@ class TokenGrid:
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
 
-    def once(self, key: Hashable, compute: Callable[[], Tensor], device: torch.device) -> Tensor:
+    def once(self, name: str, compute: Callable[[], Tensor], device: torch.device) -> Tensor:
         """Returns what the first layer of a call computes for all layers on its device, for example a mask."""
-        if (key, device) not in self.shared:
-            self.shared[key, device] = compute()
-        return self.shared[key, device]
+        if (name, device) not in self.shared:
+            self.shared[name, device] = compute()
+        return self.shared[name, device]
 
     def split(self, length: int) -> Iterator["TokenGrid"]:
         """Splits the grid every `length` slots; a row may have no token in some of the parts."""

@@ -41,7 +41,7 @@ def test_it_is_the_layer_of_the_model():
     with torch.no_grad():
         hidden_states = layer.mixer_norm(model.model.embed_tokens(ids))
         expected, cache = [], model.model(ids, use_cache=True).cache
-        hook = layer.mixer.register_forward_hook(lambda module, inputs, output: expected.append(output.hidden_states))
+        hook = layer.mixer.register_forward_hook(lambda module, inputs, output: expected.append(output[0]))
         model(ids)
         hook.remove()
         output, state = layer.mixer.memory(hidden_states)
