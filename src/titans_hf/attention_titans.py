@@ -11,7 +11,6 @@ Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L se
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,14 +71,6 @@ def mask_for(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
             f"AttentionMaskInterface.register), but its masks are {form}: a Titans model masks windows itself."
         )
     return mask
-
-
-class AttentionOutput(NamedTuple):
-    """hidden_states (B, T, hidden); the attention weights, None if they are not recorded; the cache after the call."""
-
-    hidden_states: Tensor
-    weights: Tensor | None
-    kv_cache: KeyValueCache
 
 
 class TitansAttention(nn.Module):
@@ -185,9 +176,10 @@ class WindowAttention(TitansAttention):
 
     def forward(
         self, hidden_states: Tensor, kv_cache: WindowCache, num_seen: Tensor, grid: TokenGrid, **kwargs
-    ) -> AttentionOutput:
+    ) -> tuple[Tensor, Tensor | None, WindowCache]:
         """Computes attention of hidden_states (B, T, hidden) on the slots of `grid`; num_seen: (B,) int64, tokens read
-        before; `kwargs` go to the attention function. Returns weights (B, h, T, P + W).
+        before; `kwargs` go to the attention function. Returns hidden states (B, T, hidden), weights
+        (B, h, T, P + W), None if they are not recorded, and the cache after the call.
         """
         queries, new = self.project_queries(hidden_states), self.project_keys_and_values(hidden_states)
         rotated, new.keys = self.rotate_both(queries, new.keys, *grid.rotary)
@@ -205,7 +197,7 @@ class WindowAttention(TitansAttention):
         if not grid.full_window:
             length = min(length, kv_cache.window.keys.shape[1] + grid.num_columns)
         window = extended.map(lambda x: grid.last_entries(x, length))
-        return AttentionOutput(self.o_proj(output), weights, WindowCache(kv_cache.persistent, window))
+        return self.o_proj(output), weights, WindowCache(kv_cache.persistent, window)
 
     def _attend_token(
         self, queries: Tensor, new: KeyValueCache, kv_cache: WindowCache, num_seen: Tensor, grid: TokenGrid, **kwargs
@@ -332,13 +324,13 @@ class SegmentAttention(TitansAttention):
         slots: Tensor | None = None,
         filled: Tensor | None = None,
         **kwargs,
-    ) -> AttentionOutput:
+    ) -> tuple[Tensor, Tensor | None, KeyValueCache]:
         """Computes attention of the tokens of a segment, as `project` returns them, with the recalled tokens h
         (B, T, hidden).
 
         slots: (B, T) int64, the tokens' slots in the segment; None for the first T slots. filled: (B, T) bool, True at
-        slots with a token; None if every slot has one. `kwargs` go to the attention function. Returns weights (B, h, T,
-        P + 2 L).
+        slots with a token; None if every slot has one. `kwargs` go to the attention function. Returns hidden
+        states (B, T, hidden), weights (B, h, T, P + 2 L), None if they are not recorded, and the cache after the call.
         """
         length, num_persistent = self.config.segment_length, self.config.num_persistent_tokens
         queries, keys, values, cos, sin = projected
@@ -361,7 +353,7 @@ class SegmentAttention(TitansAttention):
             return torch.cat([parts[0], *(nn.functional.pad(x, (0, length - num_keys)) for x in parts[1:])], dim=-1)
 
         output, weights = self.attend(queries, used.keys, used.values, mask, by_slot, **kwargs)
-        return AttentionOutput(self.o_proj(output), weights, kv_cache)
+        return self.o_proj(output), weights, kv_cache
 
     def _split(self, cached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Splits (B, P + 2 L, h, D) into the parts of the persistent tokens, of h and of S."""

@@ -69,11 +69,6 @@ def lengths(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
-def clip_scale(norm: Tensor, limit: Tensor) -> Tensor:
-    """Computes min(1, limit / norm) without an epsilon, with a finite gradient everywhere. The limit is above 0."""
-    return limit / torch.maximum(norm, limit)
-
-
 class UpdateRule(NamedTuple):
     """The form of the memory network, and how the gradients that update it are computed.
 
@@ -231,7 +226,7 @@ def _residual_gradient_factors(
     inverse = torch.rsqrt(variance + NORM_EPSILON)
     normed = (z - mean) * inverse  # LN(z)
     error = keys + normed - values
-    error_scale = 2 if limits is None else 2 * clip_scale(lengths(error), limits.error)
+    error_scale = 2 if limits is None else limits.twice_error / torch.maximum(lengths(error), limits.error)
     grad = error_scale * error
     # LN'(z)^T g = (g - mean(g) - LN(z) mean(g LN(z))) / sqrt(var(z) + epsilon)
     centred = grad - grad.mean(-1, keepdim=True) - normed * (grad * normed).mean(-1, keepdim=True)

@@ -280,16 +280,10 @@ def _factors_at(
         factors = gradient_factors(inputs.keys, inputs.values, anchor, rule)
         h, deltas = list(factors.inputs), list(factors.deltas)
     if rule.delta_rule:
-        deltas[len(weights) - 1 :] = [single_token_delta(h[-1], inputs.values, weights[-1])]
+        # 2 / max(1, |h|^2) (h M - v)
+        squares = torch.linalg.vecdot(h[-1], h[-1]).clamp(min=1.0)[..., None]
+        deltas[len(weights) - 1 :] = [(h[-1] @ weights[-1]).sub_(inputs.values).mul_(2).div_(squares)]
     return h, deltas
-
-
-def single_token_delta(inputs: Tensor, value: Tensor, weights: Tensor) -> Tensor:
-    """Computes the delta of one token, 2 / max(1, |h|^2) (h M - v): inputs h (..., 1, d_in), weights (..., d_in,
-    d_out).
-    """
-    squares = torch.linalg.vecdot(inputs, inputs).clamp(min=1.0)[..., None]
-    return (inputs @ weights).sub_(value).mul_(2).div_(squares)
 
 
 def _memorize_token(

@@ -84,6 +84,8 @@ class TitansMixer(nn.Module):
     paper's variants and implement `mix` for tokens on the slots of a grid.
     """
 
+    memory_reads_persistent, keeps_segment_weights = True, False
+
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
         self.config = config
@@ -146,10 +148,11 @@ class TitansMixer(nn.Module):
         memory = self.memory.initial_state(len(persistent), dtype)
         conv_state = self.memory.initial_conv_state(memory, persistent.dtype)
         memory_output = persistent
-        if self.config.num_persistent_tokens:
+        if self.memory_reads_persistent and self.config.num_persistent_tokens:
             grid = TokenGrid.identity(*persistent.shape[:2], persistent.device)
             memory_output, memory, conv_state, _ = self.memory.update(persistent, memory, conv_state, grid)
-        state = LayerState(memory.with_count_reset(), conv_state, self.initial_kv_cache(memory_output))
+        kept = memory.weights if self.keeps_segment_weights else ()
+        state = LayerState(memory.with_count_reset(), conv_state, self.initial_kv_cache(memory_output), kept)
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
     def persistent_rows(self, batch_size: int) -> Tensor:
@@ -214,11 +217,11 @@ class MALMixer(TitansMixer):
             hidden_states, state.memory, state.conv_state, grid
         )
         inputs = self._attention_input(hidden_states, m)
-        attended = self.attention(inputs, state.kv_cache, state.memory.num_seen, grid, **kwargs)
-        output = attended.hidden_states  # o = SW-Attn(norm(m)): eq. 31
+        # o = SW-Attn(norm(m)): eq. 31
+        output, weights, cache = self.attention(inputs, state.kv_cache, state.memory.num_seen, grid, **kwargs)
         if self.config.memory_residual:
             output = add_memory(output, m, self.memory_norm)
-        return output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates]
+        return output, weights, LayerState(memory, conv_state, cache), [updates]
 
 
 class MAGMixer(TitansMixer):
@@ -242,13 +245,12 @@ class MAGMixer(TitansMixer):
             hidden_states, state.memory, state.conv_state, grid
         )
         num_seen = state.memory.num_seen
-        attended = self.attention(hidden_states, state.kv_cache, num_seen, grid, **kwargs)  # eq. 27
-        output = attended.hidden_states
+        output, weights, cache = self.attention(hidden_states, state.kv_cache, num_seen, grid, **kwargs)  # eq. 27
         if self.config.memory_residual:
             output = add_memory(output, m, self.memory_norm)
         else:
             output = multiply_by_memory(output, m, self.attention_norm, self.memory_norm)  # o = y (x) M(x~): eq. 28
-        return output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates]
+        return output, weights, LayerState(memory, conv_state, cache), [updates]
 
 
 class MACMixer(TitansMixer):
@@ -260,6 +262,8 @@ class MACMixer(TitansMixer):
     is added.
     """
 
+    memory_reads_persistent = False  # P is part of the attention's context only
+
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -268,14 +272,8 @@ class MACMixer(TitansMixer):
         self.attention_norm = None if config.memory_residual else TitansRMSNorm(size, eps=eps)
         self.memory_norm = TitansRMSNorm(size, eps=eps)
 
-    def initial_state(self, batch_size, dtype):
-        """Returns the state before the first token. In MAC, P is part of the attention's context only."""
-        persistent = self.persistent_rows(batch_size)
-        memory = self.memory.initial_state(len(persistent), dtype)
-        conv_state = self.memory.initial_conv_state(memory, persistent.dtype)
-        segment_weights = memory.weights if self.keeps_segment_weights else ()
-        state = LayerState(memory, conv_state, self.attention.initial_kv_cache(persistent), segment_weights)
-        return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
+    def initial_kv_cache(self, memory_output):
+        return self.attention.initial_kv_cache(memory_output)
 
     @property
     def keeps_segment_weights(self) -> bool:
@@ -308,13 +306,13 @@ class MACMixer(TitansMixer):
             weights = self._segment_weights(state, part, slots)
             h = self.recall(queries, weights)  # h_t = M*_{t-1}(q_t): eq. 21
             # on [P | h | S]: eq. 22-23
-            attended = self.attention(projected, h, state.kv_cache, slots, part.filled, **kwargs)
-            y = segment + attended.hidden_states  # y_t: eq. 23, with the residual connection
+            attended, maps, cache = self.attention(projected, h, state.kv_cache, slots, part.filled, **kwargs)
+            y = segment + attended  # y_t: eq. 23, with the residual connection
             before = (state.memory, state.conv_state)
             output, *after, update = self.memory.update(y, *before, part, decay_target, projects=False)  # M_t: eq. 24
             kept = weights if self.keeps_segment_weights else ()
-            state = LayerState(*after, attended.kv_cache, kept)
-            results.append((attended.hidden_states, output, attended.weights, update))
+            state = LayerState(*after, cache, kept)
+            results.append((attended, output, maps, update))
         attended, retrieved, attentions, updates = zip(*results, strict=True)
         attended = torch.cat(attended, dim=1)
         y = hidden_states + attended
