@@ -29,10 +29,8 @@ READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique", "_un
 
 def reads_of(name: str, args: tuple) -> bool:
     """True for an operation whose result the host has to wait for."""
-    if name in READS:
-        return True
     indices = args[1] if name in ("index", "index_put", "index_put_") else ()
-    return any(isinstance(x, Tensor) and x.dtype == torch.bool for x in indices)
+    return name in READS or any(isinstance(x, Tensor) and x.dtype == torch.bool for x in indices)
 
 
 class Launches(TorchDispatchMode):
@@ -46,8 +44,8 @@ class Launches(TorchDispatchMode):
         result = function(*args, **kwargs or {})
         name = function._schema.name.split("::")[1]
         self.reads += reads_of(name, args)
-        is_empty = isinstance(result, Tensor) and result.numel() == 0
-        if not (function.is_view or name in FREE or is_empty or self.is_fused):
+        is_free = function.is_view or name in FREE or self.is_fused
+        if not (is_free or (isinstance(result, Tensor) and result.numel() == 0)):
             self.operations[name] += 1
         return result
 
@@ -67,12 +65,10 @@ def count(run: Callable[[], object]) -> Launches:
     rms_norm = torch.nn.functional.rms_norm
 
     def fused(*args, **kwargs) -> Tensor:  # one kernel on a GPU, several operations on a CPU
-        launches.operations["rms_norm"] += 1
         launches.is_fused = True
-        try:
-            return rms_norm(*args, **kwargs)
-        finally:
-            launches.is_fused = False
+        result = rms_norm(*args, **kwargs)
+        launches.is_fused, launches.operations["rms_norm"] = False, launches.operations["rms_norm"] + 1
+        return result
 
     with Launches() as launches, patch.object(torch.nn.functional, "rms_norm", fused):
         run()
