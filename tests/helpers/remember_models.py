@@ -53,8 +53,8 @@ def small_list(**fields):
     torch.manual_seed(1)
     numbers = {
         "gate_bias": torch.tensor([-1.0]),
-        "gate_weight": torch.randn(10) * 0.3,
-        "entry_weight": torch.tensor([9.0, *[1.0] * 8]),
+        "gate_weight": torch.randn(5) * 0.3,
+        "entry_weight": torch.tensor([9.0, *[1.0] * 4]),
     }
     chosen.read_out = chosen.read_out._replace(**numbers)
     return chosen

@@ -85,41 +85,26 @@ def mix_slowly(chosen, ids: torch.Tensor, mlp_inputs: torch.Tensor, logits: torc
     """Returns the logits (T, V) mixed with the list, from those of the model, by loops over tokens and entries."""
     entries, mixed, keys = [], [], []
     u, w, b = (x.to(logits.dtype) for x in chosen.read_out)
-    log_p, surprises = logits.log_softmax(-1), [0.0]
+    log_p = logits.log_softmax(-1)
     for t, token in enumerate(ids.tolist()):
         k = chosen.projection.to(logits.dtype).T @ (mlp_inputs[t] - chosen.center.to(logits.dtype))
         keys.append(k / k.norm())
-        if t:
-            loss = -float(log_p[t - 1, token])
-            surprises.append(loss if loss >= chosen.threshold else 0.0)
+        loss = -float(log_p[t - 1, token]) if t else 0.0
         if t and loss >= chosen.threshold:
-            context = [int(ids[t - 1 - i]) if t - 1 - i >= 0 else None for i in range(8)]
-            entries.append(
-                ((keys[t - 1] * 127).round() / 127, token, context, t, float(torch.tensor(loss, dtype=torch.float32)))
-            )
+            context = [int(ids[t - 1 - i]) if t - 1 - i >= 0 else None for i in range(2)]
+            entries.append(((keys[t - 1] * 127).round() / 127, token, context, float(torch.tensor(loss))))
         held = entries[-chosen.entries :]
         if not held:
             mixed.append(logits[t])
             continue
-        scores, same, known, recent = [], [], [], range(max(0, t - 7), t + 1)
-        for key, word, context, position, loss in held:
+        scores, same = [], []
+        for key, word, context, loss in held:
             n = 0
-            while n < 4 and t - n >= 0 and context[n] == int(ids[t - n]):
+            while n < 2 and t - n >= 0 and context[n] == int(ids[t - n]):
                 n += 1
-            far = t - position > chosen.window
-            total = sum(surprises[i] for i in recent)
-            d = sum(surprises[i] for i in recent if int(ids[i]) in context) / total if total else 0.0
-            facts = [
-                float(keys[t] @ key),
-                float(log_p[t, word]),
-                loss,
-                float(far),
-                *(float(n >= i) for i in (1, 2, 3, 4)),
-                d,
-            ]
+            facts = [float(keys[t] @ key), float(log_p[t, word]), loss, float(n >= 1), float(n >= 2)]
             scores.append(sum(float(x) * y for x, y in zip(u, facts, strict=True)))
             same.append(n)
-            known.append(d)
         scores = torch.tensor(scores, dtype=logits.dtype)
         a = scores.softmax(0)
         m = torch.zeros_like(logits[t])
@@ -129,8 +114,6 @@ def mix_slowly(chosen, ids: torch.Tensor, mlp_inputs: torch.Tensor, logits: torc
         s, best = float(scores.logsumexp(0)) / 10, float(m[held[int(scores.argmax())][1]])
         h, count = float(-(p * log_p[t]).sum()) / 4, math.log(len(held)) / 5
         n = float((a * torch.tensor(same, dtype=a.dtype)).sum()) / 2
-        d = float((a * torch.tensor(known, dtype=a.dtype)).sum())
-        f = [s, best, h, count, n, best * s, best * h, best * n, d, best * d]
-        share = torch.sigmoid(sum(float(x) * y for x, y in zip(w, f, strict=True)) + b)
+        share = torch.sigmoid(sum(float(x) * y for x, y in zip(w, [s, best, h, count, n], strict=True)) + b)
         mixed.append(((1 - share) * p + share * m).log() + logits[t].logsumexp(0))
     return torch.stack(mixed)

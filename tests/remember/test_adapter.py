@@ -36,7 +36,7 @@ def model(base):
     fast.start = {x: torch.randn(n, len(fast.directions[x]), generator=generator) / 9 for x, n in fast.outputs.items()}
     for parts in (fast.directions, fast.start):
         parts.update({name: x.float() for name, x in parts.items()})
-    chosen = small_list(window=12)
+    chosen = small_list()
     chosen.center, chosen.projection = chosen.center.float(), chosen.projection.float()
     return remember(model, 12, fast_weights=fast, token_list=chosen)
 

@@ -43,7 +43,7 @@ def test_the_slow_reference(length, start_rate, monkeypatch):
     """
     monkeypatch.setattr(reading, "SINK_BLOCK", 16)
     model, ids = small_model(), TOKENS[0, :length]
-    fast, chosen = small_fast_weights(model, start_rate=start_rate), small_list(window=12)
+    fast, chosen = small_fast_weights(model, start_rate=start_rate), small_list()
     first = whole(model, ids[None, :7])
     own, weights = read_slowly(model, fast, 12, ids, first_token=1, sink_block=16)
     remember(model, 12, ("fast_weights",), fast_weights=fast)

@@ -116,8 +116,6 @@ def remember(
         fast_weights = default_fast_weights(model)
     if token_list is None and LIST in memory:
         token_list = TokenList.random(config.hidden_size)
-    if token_list is not None:
-        token_list = replace(token_list, window=window)
     passages = passages or Passages()
     if passages.end_tokens is None:
         passages = replace(passages, end_tokens=end_tokens(model))

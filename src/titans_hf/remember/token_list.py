@@ -5,29 +5,21 @@ With y_t the input of the last layer's feed-forward network, x_t the tokens, p_t
 
     k_t = W (y_t - c) / |W (y_t - c)|
     s_t = -log p_{t-1}(x_t), the surprise
-    the entry i = (k_{t-1}, x_{t-8} ... x_{t-1}, x_t, s_t) is written if s_t >= threshold
+    the entry i = (k_{t-1}, x_{t-2}, x_{t-1}, x_t, s_t) is written if s_t >= threshold
     a_ti = softmax_i(u e_ti),  m_t(v) = sum of a_ti over the entries i whose token is v
     l_t = sigmoid(w f_t + b)
     output logits = log((1 - l_t) p_t + l_t m_t) + log Z_t
 
-The list holds the newest N entries of a row, with keys in 8 bits. e_ti are nine facts about an entry: k_t k_i; log p_t
-of its token; its surprise; whether its token has left the window; whether the last 1, 2, 3 and 4 tokens up to x_t are
-the tokens before the entry's token; and d_ti, the share of the query's surprise that the entry knows. f_t are ten
-features: s, the log of the sum of exp(u e_ti); m, which is m_t of the best entry's token; h, the entropy of p_t in
-nats; the log of the number of entries; n, the mean over a_t of how many tokens are the same; the products m s, m h and
-m n; d, the mean over a_t of d_ti; and m d. Z_t is the sum of exp(logits) of the model, so that a list without entries
-leaves the logits as they are.
-
-d_ti distinguishes the entries of two persons of whom the same was said. Over the last 8 tokens x_j up to x_t with s_j
->= threshold,
-
-    d_ti = sum of the s_j whose x_j is one of the 8 tokens before the entry's token / sum of all s_j,  0 without any
+The list holds the newest N entries of a row, with keys in 8 bits. e_ti are five facts about an entry: k_t k_i; log p_t
+of its token; its surprise; whether the last token, and the last two up to x_t, are the tokens before the entry's token.
+f_t are five features: the log of the sum of exp(u e_ti); m_t of the best entry's token; the entropy of p_t in nats; the
+log of the number of entries; the mean over a_t of how many tokens are the same. Z_t is the sum of exp(logits) of the
+model, so that a list without entries leaves the logits as they are.
 
 A kNN language model (Khandelwal et al. 2020) and a neural cache (Grave et al. 2017) of surprising tokens only.
 Shapes: R rows, T tokens, N entries, K key size, D hidden size, V vocabulary, Q queries, E entries beside them.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,14 +34,12 @@ from .fast_weights import FLOATS, LARGEST, check_number
 
 BLOCK = 64  # queries that are compared at once: this bounds the memory needed
 KEY_UNITS = 127  # an entry's key is in multiples of 1 / 127: in 8 bits
-CONTEXT = 4  # tokens before an entry's token that are compared in order
-AROUND = 8  # tokens before an entry's token that are compared in any order
+CONTEXT = 2  # tokens before an entry's token that are compared
 UNITS = (10, 1, 4, 5, 2)  # the features of the gate are divided by these, so that each is of the order of 1
-NUM_FEATURES = 10
 
 
 class Found(NamedTuple):
-    """What Q queries find: facts e (R, Q, 9, E); tokens of the entries (R, Q, E), -1 where a query sees none; entropy
+    """What Q queries find: facts e (R, Q, 5, E); tokens of the entries (R, Q, E), -1 where a query sees none; entropy
     of p in nats (R, Q).
     """
 
@@ -58,23 +48,21 @@ class Found(NamedTuple):
     entropy: Tensor
 
     def read(self, entry_weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the features f of the gate (R, Q, 10) and the weights a of the entries (R, Q, E)."""
+        """Computes the features f of the gate (R, Q, 5) and the weights a of the entries (R, Q, E)."""
         visible = self.tokens >= 0
-        scores = entry_weight @ self.facts  # (9,) @ (R, Q, 9, E)
+        scores = entry_weight @ self.facts  # (5,) @ (R, Q, 5, E)
         scores = scores.masked_fill(~visible & visible.any(-1, keepdim=True), -torch.inf)  # finite if none is visible
         weights = scores.softmax(-1)
         best = self.tokens.gather(-1, scores.argmax(-1, keepdim=True))
         largest = torch.where(self.tokens == best, weights, 0).sum(-1)
         number = visible.sum(-1).clamp(min=1).to(scores.dtype)
-        *_, same, known = (self.facts * weights[..., None, :]).sum(-1).split([4, CONTEXT, 1], -1)
-        features = (scores.logsumexp(-1), largest, self.entropy, number.log(), same.sum(-1))
-        s, m, h, count, n = (x / unit for x, unit in zip(features, UNITS, strict=True))
-        d = known[..., 0]
-        return torch.stack([s, m, h, count, n, m * s, m * h, m * n, d, m * d], dim=-1), weights
+        same = (weights[..., None, :] * self.facts[..., -CONTEXT:, :]).sum((-2, -1))
+        features = (scores.logsumexp(-1), largest, self.entropy, number.log(), same)
+        return torch.stack([x / unit for x, unit in zip(features, UNITS, strict=True)], dim=-1), weights
 
 
 class ReadOut(NamedTuple):
-    """The fitted numbers: entry_weight (9,), u; gate_weight (10,), w; gate_bias (1,), b."""
+    """The fitted numbers: entry_weight (5,), u; gate_weight (5,), w; gate_bias (1,), b."""
 
     entry_weight: Tensor
     gate_weight: Tensor
@@ -83,8 +71,8 @@ class ReadOut(NamedTuple):
     @classmethod
     def cautious(cls) -> "ReadOut":
         """Returns the numbers before a fit: rounded results of a fit to novels, and a share below .007."""
-        weight = torch.tensor([9.0, 0.3, 0.3, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0])
-        return cls(weight, torch.zeros(NUM_FEATURES), torch.tensor([-5.0]))
+        weight = torch.tensor([9.0, 0.3, 0.3, 1.0, 1.0])
+        return cls(weight, torch.zeros(len(UNITS)), torch.tensor([-5.0]))
 
     def gate(self, found: Found) -> tuple[Tensor, Tensor]:
         """Computes the logit of l (R, Q), -inf where no entry is visible, and the weights a (R, Q, E)."""
@@ -98,7 +86,7 @@ class TokenList:
     """A list of surprising tokens.
 
     center c (D,), projection W (D, K), read_out: set by a fit. entries N: how many are kept for a row. threshold: the
-    least surprise of a written token, in nats. window: tokens of the model's window, None for all.
+    least surprise of a written token, in nats.
     """
 
     center: Tensor
@@ -106,7 +94,6 @@ class TokenList:
     read_out: ReadOut
     entries: int = 5400
     threshold: float = 3.0
-    window: int | None = None
 
     @classmethod
     def random(cls, hidden_size: int, key_size: int = 64, seed: int = 0, **settings) -> "TokenList":
@@ -134,10 +121,9 @@ class TokenList:
     def initial_state(self, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Returns the state before the first token.
 
-        list.keys (R, N, K) int8; list.tokens, list.positions (R, N) int32, list.contexts (R, N, 8) int32, the latest
-        token first, -1 where there is none; list.losses (R, N); list.recent (R, 8) int32, the last tokens, the latest
-        first; list.surprises (R, 8), their s, 0 below the threshold; list.key (R, K), the last token's k; list.logits
-        (R, V), the model's own after the last token.
+        list.keys (R, N, K) int8; list.tokens (R, N) int32, list.contexts (R, N, 2) int32, the latest token first, -1
+        where there is none; list.losses (R, N); list.recent (R, 2) int32, the last tokens, the latest first; list.key
+        (R, K), the last token's k; list.logits (R, V), the model's own after the last token.
         """
         number, size, wide = self.entries, self.projection.shape[1], torch.promote_types(dtype, torch.float32)
         none = lambda *shape: torch.full((rows, *shape), -1, dtype=torch.int32, device=device)  # noqa: E731
@@ -145,11 +131,9 @@ class TokenList:
         return {
             "list.keys": zeros(number, size, of=torch.int8),
             "list.tokens": none(number),
-            "list.positions": none(number),
-            "list.contexts": none(number, AROUND),
+            "list.contexts": none(number, CONTEXT),
             "list.losses": zeros(number, of=torch.float32),
-            "list.recent": none(AROUND),
-            "list.surprises": zeros(AROUND),
+            "list.recent": none(CONTEXT),
             "list.key": zeros(size),
             "list.logits": zeros(vocabulary, of=dtype),
         }
@@ -205,42 +189,34 @@ class TokenList:
         keys, number = self.keys(mlp_inputs), self.entries
         before = torch.cat([state["list.logits"][:, None].to(logits), logits[:, :-1]], 1)
         losses = surprise(before, tokens)
-        is_surprising = (losses >= self.threshold) & (positions > 0)
-        surprises = torch.where(is_surprising, losses, 0).to(state["list.surprises"])
-        # (R, 1 + Q, 8): before the block, and after each token
-        recent, surprises = (
-            torch.cat([old.flip(1), x.to(old)], 1).unfold(1, AROUND, 1).flip(-1)
-            for old, x in ((state["list.recent"], tokens), (state["list.surprises"], surprises))
-        )
+        is_new = (losses >= self.threshold) & (positions > 0) & learns
+        earlier = torch.cat([state["list.recent"].flip(1), tokens.to(torch.int32)], 1)
+        recent = earlier.unfold(1, CONTEXT, 1).flip(-1)  # (R, 1 + Q, 2): before the block, and after each token
         new = {
             "list.keys": torch.cat([state["list.key"][:, None], keys[:, :-1]], 1).mul(KEY_UNITS).round(),
             "list.tokens": tokens,
-            "list.positions": positions,
             "list.contexts": recent[:, :-1],
             "list.losses": losses,
         }
-        counts = (is_surprising & learns).cumsum(1)
+        counts = is_new.cumsum(1)
         # Entry i of the block is at N - 1 + i; what is not written goes to a slot that is dropped.
-        slots = torch.where(is_surprising & learns, number - 1 + counts, number + tokens.shape[1])
+        slots = torch.where(is_new, number - 1 + counts, number + tokens.shape[1])
         entries = {name: _append(state[name], x, slots) for name, x in new.items()}
-        last = counts[:, -1:] + torch.arange(number, device=counts.device)
-        after = {name: _rows_at(x, last) for name, x in entries.items()}
-        after |= {"list.recent": recent[:, -1], "list.surprises": surprises[:, -1]}
-        after |= {"list.key": keys[:, -1].detach(), "list.logits": logits[:, -1].detach()}
+        newest = counts[:, -1:] + torch.arange(number, device=counts.device)
+        after = {name: _rows_at(x, newest) for name, x in entries.items()}
+        last = {"list.recent": recent[:, -1], "list.key": keys[:, -1].detach(), "list.logits": logits[:, -1].detach()}
+        after |= last
         if not is_read:
             return None, after
         places, counts = torch.arange(number + tokens.shape[1], device=counts.device), counts[..., None]
         visible = (places >= counts) & (places < counts + number)  # (R, Q, E): the newest N of each query
         tokens_of = torch.where(visible, entries["list.tokens"][:, None], -1)
         log_p = logits.to(keys.dtype).log_softmax(-1)
-        window = math.inf if self.window is None else self.window
         facts = (
             keys / KEY_UNITS @ entries["list.keys"].to(keys.dtype).mT,  # (R, Q, K) @ (R, K, E)
             log_p.gather(-1, tokens_of.clamp(min=0).long()),
             entries["list.losses"][:, None],
-            positions[..., None] - entries["list.positions"][:, None] > window,
             *_are_same(recent[:, 1:], entries["list.contexts"]),
-            _known_surprise(entries["list.contexts"], recent[:, 1:], surprises[:, 1:].to(keys.dtype)),
         )
         stacked = torch.stack([x.to(keys.dtype).expand(tokens_of.shape) for x in facts], 2)
         return Found(stacked, tokens_of, -(log_p.exp() * log_p).sum(-1)), after
@@ -270,27 +246,14 @@ def surprise(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _are_same(recent: Tensor, contexts: Tensor) -> list[Tensor]:
-    """Returns four times (R, Q, E): whether the last 1, 2, 3 and 4 tokens, of recent (R, Q, 8), are the tokens before
-    an entry, contexts (R, E, 8).
+    """Returns (R, Q, E) twice: whether the last token, and the last two, of recent (R, Q, 2), are the tokens before an
+    entry, contexts (R, E, 2).
     """
     same, found = True, []
     for lag in range(CONTEXT):
         token = recent[..., lag, None]
         found.append(same := (token == contexts[:, None, :, lag]) & (token >= 0) & same)
     return found
-
-
-def _known_surprise(contexts: Tensor, recent: Tensor, surprises: Tensor) -> Tensor:
-    """Computes d (R, Q, E) from the tokens before the entries, contexts (R, E, 8), the last tokens of the queries,
-    recent (R, Q, 8), and their s, surprises (R, Q, 8), 0 below the threshold.
-    """
-    tokens = torch.cat([recent[:, 0].flip(1), recent[:, 1:, 0]], 1)[..., None]  # (R, 7 + Q, 1)
-    known = tokens == contexts[:, None, :, 0]
-    for lag in range(1, AROUND):
-        known = known | (tokens == contexts[:, None, :, lag])
-    total = surprises.sum(-1, keepdim=True).clamp(min=torch.finfo(surprises.dtype).tiny)
-    shares = (surprises / total).flip(-1)[:, :, None]  # (R, Q, 1, 8), the latest token last
-    return (known.unfold(1, AROUND, 1) * shares).sum(-1)
 
 
 def _append(old: Tensor, new: Tensor, slots: Tensor) -> Tensor:
