@@ -16,13 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eval.common.compared_models import check_fields, named_errors, parse_settings
 from scripts.measure import least_seconds, peak_bytes, unless_out_of_memory
-from titans_hf import TitansConfig
+from titans_hf import TitansConfig, memory_chunk, memory_graphs
 from titans_hf.memory_ops import compile_chunks
 from titans_hf.neural_memory import NeuralMemory
 
 HEAD_DIM, CHECKED_TOKENS, COUNTED_TOKENS = 64, 342, 1024  # of 342, a group of four chunks, a chunk and a part
 OTHER = "gated-deltanet"
-PROGRAMS = ("torch", "compiled", "fla", OTHER)
+PROGRAMS = ("torch", "cublas", "graphs", "compiled", "fla", OTHER)
 TOLERANCES = {"cpu": 1e-4, "cuda": 1e-2}  # of float32 by a kernel, which may multiply in TF32
 
 
@@ -35,7 +35,10 @@ def make_layer(args: Namespace) -> nn.Module:
 
         return GatedDeltaNet(size, expand_v=1, head_dim=HEAD_DIM, num_heads=args.heads).to(args.device)
     check_fields("TitansConfig", TitansConfig(), settings)
-    kernel = "fla" if args.program == "fla" else "torch"
+    kernel = {"fla": "fla", "graphs": "auto"}.get(args.program, "torch")
+    memory_graphs.RECORDED_CALL = 1  # so that what is checked is a replay
+    if args.program == "cublas":  # the delta rule's systems by the library, as on a CPU
+        memory_chunk.SOLVED_BY_HALVES.clear()
     sizes = {"hidden_size": size, "memory_num_heads": args.heads, "memory_kernel": kernel}
     with named_errors("--set"):
         return NeuralMemory(TitansConfig(variant="lmm", **sizes | settings)).to(args.device)

@@ -22,36 +22,41 @@ from titans_hf.cli.shared.command_line import run_command
 
 TESTS = "-m gpu -rs -s --noconftest -p no:cacheprovider tests/model/test_gpu.py"
 MEMORY = "memory --heads 16 --batch_size 4 --repeats 3 --dtype bfloat16 --lengths 4096 32768"
-MODELS = "models --repeats 1 --dtype bfloat16 --size 170m --lengths 2048 8192"
-LARGER = "models --repeats 1 --dtype bfloat16 --size 340m --lengths 4096 16384"
+MODELS = "models --repeats 4 --dtype bfloat16 --size 170m --lengths 2048 8192"  # at the third time all is recorded
+TITANS = f"{MODELS} --models mag lmm"
 DECODE = "decode --dtype bfloat16 --size 170m --contexts 1024 4096 16384"
 REMEMBER = "remember --dtype bfloat16 --contexts 4096 32768 131072 --tokens 2048 --pieces 64 1024 --models"
 DELTA = "--set memory_form=delta"
 PARTS = {
     "test-gpu": "",
-    "memory-titans-torch": f"{MEMORY} --program torch",
-    "memory-titans-compiled": f"{MEMORY} --program compiled",
-    "memory-delta-torch": f"{MEMORY} --program torch {DELTA}",
-    "memory-delta-compiled": f"{MEMORY} --program compiled {DELTA}",
+    "models-llama": f"{MODELS} --models llama",
+    "models-plain": f"{TITANS} --set memory_kernel=torch",
+    "models-graphs": TITANS,
+    "models-step": f"{TITANS} --program step",
+    "models-llama-rows": f"{MODELS} --models llama --batch_size 8",
+    "models-graphs-rows": f"{TITANS} --batch_size 8",
+    "models-step-rows": f"{TITANS} --batch_size 8 --program step",
+    "models-compiled": f"{TITANS} --program compiled",
+    "decode": f"{DECODE} --models llama mag lmm",
+    "memory-torch": f"{MEMORY} --program torch",
+    "memory-cublas": f"{MEMORY} --program cublas",
+    "memory-graphs": f"{MEMORY} --program graphs",
+    "memory-compiled": f"{MEMORY} --program compiled",
+    "memory-delta-graphs": f"{MEMORY} --program graphs {DELTA}",
     "memory-delta-fla": f"{MEMORY} --program fla {DELTA}",
     "memory-gated-deltanet": f"{MEMORY} --program gated-deltanet",
+    "models-delta-fla": f"{TITANS} {DELTA} memory_kernel=fla",
+    "models-gated-deltanet": f"{MODELS} --models gated-deltanet",
     "remember-llama": f"{REMEMBER} llama",
     "remember-llama-rows": f"{REMEMBER} llama --contexts 4096 --batch_size 16",
-    "models-llama": f"{MODELS} 32768 --models llama",
-    "models-gated-deltanet": f"{MODELS} 32768 --models gated-deltanet",
-    "models-titans-torch": f"{MODELS} --models mag lmm",
-    "models-delta-fla": f"{MODELS} 32768 --models mag lmm {DELTA} memory_kernel=fla",
-    "larger-llama": f"{LARGER} --models llama",
-    "larger-delta-fla": f"{LARGER} --models mag {DELTA} memory_kernel=fla",
-    "decode": f"{DECODE} --models llama mag lmm",
-    "decode-delta": f"{DECODE} --models mag lmm {DELTA}",
     "remember-qwen3": f"{REMEMBER} qwen3",
+    "decode-delta": f"{DECODE} --models mag lmm {DELTA}",
 }
 __doc__ += "\n".join(PARTS)
 # A later option replaces an earlier one: short texts, and the smallest of all for a CPU.
 SHORT = {
     "memory": "--lengths 1024 --repeats 1",
-    "models": "--lengths 512 --repeats 1",
+    "models": "--lengths 512 --repeats 4",
     "decode": "--contexts 256 --steps 1",
     "remember": "--contexts 256 --tokens 128 --pieces 64 --window 64 --steps 1 --batch_size 1",
 }

@@ -1,4 +1,4 @@
-"""On a GPU, with fla's kernel: a training step, generation and memory files against PyTorch.
+"""On a GPU, by graphs and by fla's kernel: a training step, generation and memory files against plain PyTorch.
 `make test-gpu`
 """
 
@@ -9,7 +9,7 @@ import torch
 from common import VARIANTS, gradients, left_pad, make_ids, make_model, redraw, tensors
 from covering import covering
 
-from titans_hf import TitansCache
+from titans_hf import TitansCache, memory_graphs
 
 DEVICE = "cuda"
 pytestmark = [
@@ -50,18 +50,32 @@ def assert_as_good_as_pytorch(kernel, pytorch, exact, dtype: torch.dtype) -> Non
     assert errors[0] < 2 * errors[1] + ALLOWED[dtype]
 
 
-@covering(1, {"variant": VARIANTS, "dtype": ALLOWED})
-def test_a_training_step(variant, dtype):
-    """The loss and all gradients are those of the model in float64, with padding."""
-    ids, mask = texts()
+@covering(2, {"way": ["groups as graphs", "step as a graph", "fla"], "variant": VARIANTS, "dtype": ALLOWED})
+def test_a_training_step(way, variant, dtype, monkeypatch):
+    """The loss and all gradients are those of the model in float64, but for a whole step as a graph with padding."""
+    monkeypatch.setattr(memory_graphs, "RECORDED_CALL", 1)
+    (ids, mask), kernel = texts(), "fla" if way == "fla" else "auto"
 
     def step(kernel: str, dtype: torch.dtype) -> tuple:
-        model = make(variant, dtype, memory_form="delta", memory_kernel=kernel)
-        loss = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
-        loss.backward()
+        model = make(variant, dtype, memory_form="delta" if way == "fla" else "titans", memory_kernel=kernel)
+        given = {} if way == "step as a graph" else dict(attention_mask=mask)
+        labels = ids.masked_fill(mask == 0, -100)
+
+        def run() -> torch.Tensor:
+            model.zero_grad()
+            loss = model(ids, labels=labels, use_cache=False, **given).loss
+            loss.backward()
+            return loss.detach()
+
+        if given or kernel == "torch":
+            loss = run()
+        else:
+            recording = memory_graphs.CudaRecording(run, ids.device)
+            recording.replay()
+            loss = recording.results
         return [loss], [x for x in gradients(model).values() if x is not None]
 
-    runs = [step("fla", dtype), step("torch", dtype), step("torch", torch.float64)]
+    runs = [step(kernel, dtype), step("torch", dtype), step("torch", torch.float64)]
     for results in zip(*runs, strict=True):
         assert_as_good_as_pytorch(*results, dtype)
 
