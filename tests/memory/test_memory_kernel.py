@@ -59,6 +59,7 @@ FORMS = {
     "nothing forgotten": dict(memory_forget=False),
     "paper's recurrence": dict(memory_recurrence="paper"),
     "gates per layer": dict(memory_gates="layer"),
+    "hidden layers fixed": dict(memory_depth=2, memory_hidden_step=0.0),
 }
 CASES = [(variant, "delta") for variant in VARIANTS] + list(zip(VARIANTS, list(FORMS)[1:], strict=False))
 
