@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         "Gated DeltaNet with our initialisation recalls them too: docs/results.md."
     )
     console.print(f"Plot, figures and both models: {args.output_dir}.")
-    console.print("examples/a_memory_learns.ipynb asks the Titans for facts after 1,000 words.")
+    console.print("examples/a_memory_learns.ipynb asks a trained Titans for facts after 1,000 words.")
     return results
 
 
