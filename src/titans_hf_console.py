@@ -144,7 +144,7 @@ def fit_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=90_000, help="tokens of text to read, from all files together")
     parser.add_argument("--length", type=int, default=6144, help="tokens of a text's part, which is read by itself")
     parser.add_argument("--rank", type=int, default=8, help="rank of the fast weights")
-    parser.add_argument("--entries", type=int, default=5400, help="entries of the list of surprising tokens")
+    parser.add_argument("--entries", type=int, help="fits a list of so many surprising tokens too, such as 5400")
     parser.add_argument("--licence", help="the adapter's licence, for its card, such as apache-2.0")
     parser.add_argument("--seed", type=int, default=0, help="seed of the parts and of the fit")
     parser.add_argument("--device", help=DEVICE_HELP)

@@ -15,7 +15,7 @@ from titans_hf.remember import adapter
 from titans_hf.remember.fit import fit as stages
 from titans_hf.remember.fit import fit_list
 
-OPTIONS = ["--tokens=1200", "--length=400", "--window=32", "--rank=2", "--device=cpu"]
+OPTIONS = ["--tokens=1200", "--length=400", "--window=32", "--rank=2", "--entries=5400", "--device=cpu"]
 
 
 @pytest.fixture

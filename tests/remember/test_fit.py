@@ -58,7 +58,7 @@ def test_a_fit_lowers_the_loss_of_other_texts():
     before = {name: x.clone() for name, x in model.state_dict().items()}
     first = loss(remember(model, 24, ()), other)
     unfitted = loss(remember(forget(model), 24), other)
-    _, of_list = fit_memory(forget(model), texts, window=24, rank=3, progress=False)
+    _, of_list = fit_memory(forget(model), texts, window=24, rank=3, entries=5400, progress=False)
     assert loss(model, other) < min(first - 0.5, unfitted - 0.4)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     fast, token_list = model.memory.fast_weights, model.memory.token_list
@@ -102,6 +102,7 @@ def test_a_model_of_peft():
     merged, texts = copy.deepcopy(adapted).merge_and_unload(), [names_text(0)]
     fit_memory(adapted, [x.tolist() for x in texts], **arguments)
     fit_memory(merged, texts, **arguments)
+    assert merged.memory.parts == ["passages", "fast_weights"]
     assert loss(adapted, names_text(9)) == pytest.approx(loss(merged, names_text(9)), abs=0.02)
 
 
@@ -113,7 +114,7 @@ def test_layers_of_other_families(config):
     """Fused and transposed layers of other families get fast weights, with the right sizes."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    fit_memory(model, [names_text(0)], window=24, rank=2, progress=False)
+    fit_memory(model, [names_text(0)], window=24, rank=2, entries=5400, progress=False)
     fast = model.memory.fast_weights
     assert len(fast.directions) == 4 and set(fast.start) == set(fast.directions)
 
@@ -124,7 +125,7 @@ def test_an_interrupted_fit_goes_on(tmp_path, monkeypatch):
     """
     texts = [names_text(i, 30) for i in range(5)]
     whole, parts, stages = small_model(), small_model(), []
-    fit_memory(whole, texts, window=24, rank=2, progress=False)
+    fit_memory(whole, texts, window=24, rank=2, entries=5400, progress=False)
     save = Saved.save
 
     def interrupted(self, stage, tensors):
@@ -136,7 +137,7 @@ def test_an_interrupted_fit_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(Saved, "save", interrupted)
     for _ in range(100):
         try:
-            fit_memory(parts, texts, window=24, rank=2, progress=False, folder=tmp_path)
+            fit_memory(parts, texts, window=24, rank=2, entries=5400, progress=False, folder=tmp_path)
             break
         except KeyboardInterrupt:
             assert not hasattr(parts, "memory")
@@ -149,13 +150,13 @@ def test_an_interrupted_fit_goes_on(tmp_path, monkeypatch):
         assert torch.equal(parts(ids[None]).logits, whole(ids[None]).logits)
     monkeypatch.undo()
     known = sorted(tmp_path.iterdir())
-    fit_memory(forget(parts), texts[1:], window=24, rank=2, progress=False, folder=tmp_path)
+    fit_memory(forget(parts), texts[1:], window=24, rank=2, entries=5400, progress=False, folder=tmp_path)
     assert len(sorted(tmp_path.iterdir())) > len(known)
     with torch.no_grad():
         forget(parts).model.norm.weight.mul_(1.1)
     trained = copy.deepcopy(parts)
     for x, folder in ((parts, tmp_path), (trained, None)):
-        fit_memory(x, texts, window=24, rank=2, progress=False, folder=folder)
+        fit_memory(x, texts, window=24, rank=2, entries=5400, progress=False, folder=folder)
     with torch.no_grad():
         assert torch.equal(parts(ids[None]).logits, trained(ids[None]).logits)
 
@@ -168,7 +169,7 @@ def test_a_fit_that_fails_changes_nothing():
     expected = [x(ids[None]).logits for x in (plain, model)]
     for x in (plain, model):
         with pytest.raises(ValueError, match="`documents` must have surprising tokens"):
-            fit_memory(x, [ids[:2]], rank=2, window=16, progress=False)
+            fit_memory(x, [ids[:2]], rank=2, window=16, entries=5400, progress=False)
     assert not hasattr(plain, "memory") and model.memory.learn_from == "all" and not model.memory_learning
     assert model.memory.passages.every == 9
     assert all(torch.equal(x(ids[None]).logits, y) for x, y in zip((plain, model), expected, strict=True))

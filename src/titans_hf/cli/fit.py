@@ -89,7 +89,9 @@ def main(argv: list[str] | None = None) -> None:
     state = args.output.parent / f".{args.output.name}.fit"
     options = {name: getattr(args, name) for name in ("window", "rank", "entries", "seed")}
     of_fast_weights, of_list = fit_memory(model, documents, folder=state, **options)
-    print(f"fast weights over the window alone: {describe(of_fast_weights)}\nlist over these: {describe(of_list)}")
+    print(f"fast weights over the window alone: {describe(of_fast_weights)}")
+    if of_list is not None:
+        print(f"list over these: {describe(of_list)}")
     print("measured on the texts of the fit themselves")
     names = sorted({file.name for file in files})
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20} others" if len(names) > 20 else "")

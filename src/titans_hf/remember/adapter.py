@@ -24,15 +24,15 @@ from transformers.utils import cached_file
 
 from ..cache_files import check_tensor
 from .fast_weights import FLOATS, FastWeights, Step, layer_sizes
-from .parts import FAST_WEIGHTS, LIST, PASSAGES, Memory, check_settings, choose_first_token, memory_of
+from .parts import FAST_WEIGHTS, LIST, PARTS, PASSAGES, Memory, check_settings, choose_first_token, memory_of
 from .token_list import ReadOut, TokenList
 
 WEIGHTS = "adapter.safetensors"
 SETTINGS = ("entries", "threshold")  # of the list
 CARD = """# {name}
 
-A memory for {base}: fast weights that learn while the model reads, by the gradient of
-its own loss, and a list of surprising tokens. No weight of the base model was trained; none is in this repository.
+A memory for {base}: {parts}.
+No weight of the base model was trained; none is in this repository.
 
 ## Load
 
@@ -53,6 +53,12 @@ A cache of this model holds the text that it has read: treat it like the text.
 
 The adapter: {licence}. The base model: its own.
 """
+
+DESCRIPTIONS = {
+    PASSAGES: "passages of the text, which are read again where it asks for them",
+    FAST_WEIGHTS: "fast weights, which learn while the model reads, by the gradient of its own loss",
+    LIST: "a list of surprising tokens",
+}
 
 
 class RememberConfig(PreTrainedConfig):
@@ -172,7 +178,9 @@ def write_card(folder: Path, config: RememberConfig, licence: str | None) -> Non
         pipeline_tag="text-generation",
         tags=["titans", "test-time-training", "memory"],
     )
-    body = CARD.format(name=folder.name, base=base or "a base model", texts=texts, licence=licence or "not stated")
+    facts = {"name": folder.name, "base": base or "a base model", "texts": texts, "licence": licence or "not stated"}
+    parts = ", ".join(DESCRIPTIONS[x] for x in PARTS if x in (PASSAGES, *config.memory))
+    body = CARD.format(parts=parts, **facts)
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}").save(folder / "README.md")
 
 

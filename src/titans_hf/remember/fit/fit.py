@@ -301,14 +301,14 @@ def fit_memory(
     *,
     window: int | str | None = "model",
     rank: int = 8,
-    entries: int = 5400,
+    entries: int | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
     progress: bool = True,
-) -> tuple[Gains, Gains]:
-    """Fits fast weights and list to texts, and gives the model a memory with them, in place. Returns the gains of the
-    fast weights over the window alone, on the texts by which rates were compared, and of the list over the fast
-    weights, on the documents.
+) -> tuple[Gains, Gains | None]:
+    """Fits fast weights, and a list if `entries` says its size, to texts, and gives the model a memory with them, in
+    place. Returns the gains of the fast weights over the window alone, on the texts by which rates were compared, and
+    of the list over the fast weights, on the documents.
 
     Args:
         model: a causal language model, with a memory or without, also inside of PEFT's.
@@ -316,13 +316,13 @@ def fit_memory(
         window: tokens that a query of full attention sees; None for all; "model" for its memory's, else 1,024, and
             for a Titans, which has its own, None.
         rank: r, of the fast weights.
-        entries: of the list.
+        entries: of a list of surprising tokens, such as 5,400; None: no list.
         seed: of the sketches of gradients.
         folder: keeps the state of the fit: after an interruption, a fit with the same arguments continues there.
         progress: show bars on standard error.
 
-    Raises ValueError for bad arguments, and for documents without a surprising token. A model for which an error is
-    raised is as it was before.
+    Raises ValueError for bad arguments, and with `entries` for documents without a surprising token. A model for which
+    an error is raised is as it was before.
     """
     model, documents = base_model(model), [torch.as_tensor(x).long() for x in documents]
     _check(documents, rank)
@@ -340,7 +340,9 @@ def fit_memory(
         with frozen(model):
             fit = _Fit(model, window, first_token, saved, progress)
             fast_weights, moments, gains = fit.fast_weights(documents, rank, seed)
-            token_list, of_list = fit.token_list(fast_weights, moments, documents, entries)
+            token_list, of_list = None, None
+            if entries is not None:
+                token_list, of_list = fit.token_list(fast_weights, moments, documents, entries)
         kept = {"first_token": first_token, "passages": None if own is None else own.passages}
         remember(model, window, fast_weights=fast_weights, token_list=token_list, **kept)
     except BaseException:
