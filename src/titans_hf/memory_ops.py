@@ -402,7 +402,7 @@ class _ChunkScan(torch.autograd.Function):
         parts = zip(grad_state, cycle(zeros), strict=False)  # weights, momentum and anchor have equal shapes
         grads = with_tensors(ctx.of_state, (zero if x is None else x.contiguous() for x, zero in parts))
         if grad_retrieved is None:
-            grad_outputs = [torch.zeros_like(tokens.queries) for tokens, _ in kept]
+            grad_outputs = [torch.zeros_like(tokens.values) for tokens, _ in kept]
         else:
             grad_outputs = _split(grad_retrieved, groups)
         with torch.autocast(inputs.keys.device.type, enabled=False):

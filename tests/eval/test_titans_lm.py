@@ -65,8 +65,10 @@ def test_scores_are_those_of_lm_eval(model, batch_size, max_length):
     assert_same_scores(loglikelihoods(lm), loglikelihoods(make_lm(HFLM, model, max_length=max_length)))
 
 
-def test_greedy_continuations_are_marked(model):
-    """A continuation counts as greedy only if generate() gives all of it."""
+def test_greedy_continuations_are_marked(model, monkeypatch):
+    """A continuation counts as greedy only if generate() gives all of it; it is read, and learned, as any text."""
+    if hasattr(model, "memory"):
+        monkeypatch.setattr(model.memory, "learn_from", "all")
     prompt = byte_tokenizer().encode(DOCUMENT)
     ids = torch.tensor([prompt])
     continuation = model.generate(ids, max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()
