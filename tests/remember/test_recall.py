@@ -69,10 +69,9 @@ def test_the_choice(settings):
 
 def test_a_header_asks_for_nothing():
     """What a prompt ends with, from an end token on, is no part of the query if it followed an end token before."""
-    end, settings = 2, Passages(block=4, before=0, after=0, query=8, end_tokens=(2,))
-    told, question, header = [10, 11, 12, 13, 14, 15, 16, 17], [10, 11], [end, 5, 6]
-    ids = [*told, *range(20, 40), *header, *range(40, 48), *question]
-    for last, begin in ((header, 0), ([end, 5, 7], 28), ([], 0)):
+    settings, header = Passages(block=4, before=0, after=0, query=8, end_tokens=(2,)), [2, 5, 6]
+    ids = [*range(10, 18), *range(20, 40), *header, *range(40, 48), 10, 11]
+    for last, begin in ((header, 0), ([2, 5, 7], 28), ([], 0)):
         text = torch.tensor([*ids, *last])
         assert settings.choose(text, len(text), 9) == begin
 
