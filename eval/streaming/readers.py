@@ -26,6 +26,7 @@ class Reader:
     """Full attention; a window, a longer one too, is a memory without parts (`Remember`)."""
 
     piece = 256  # tokens of a call
+    copied = staticmethod(copy.deepcopy)  # a cache for a branch
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.window, self.settings = model, None, {"dtype": str(model.dtype).removeprefix("torch.")}
@@ -33,8 +34,7 @@ class Reader:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.column_bytes = 2 * 2 * config.num_hidden_layers * heads * size  # keys and values of one token
-        ends = model.generation_config.eos_token_id
-        self.ends = set(ends if isinstance(ends, list) else [ends])
+        self.ends = set(end_tokens(model.generation_config))
 
     def begin(self) -> None:
         """Forgets the text."""
@@ -59,7 +59,7 @@ class Reader:
     def branch(self) -> Iterator[None]:
         """Reads in a branch until its end: then the reader is where it was."""
         kept = self.__dict__.copy()
-        self.cache = copy.copy(self.cache) if isinstance(self.cache, MemoryCache) else copy.deepcopy(self.cache)
+        self.cache = self.copied(self.cache)
         yield
         self.__dict__ = kept
 
@@ -85,6 +85,7 @@ class Remember(Reader):
     """A model with `titans_hf.remember`, which recalls where it is asked, if it has passages."""
 
     piece = 512
+    copied = staticmethod(copy.copy)  # a MemoryCache is a value
 
     def __init__(
         self, model: PreTrainedModel, window: int | None, memory: tuple[str, ...], learning: bool = True, **options
@@ -118,7 +119,7 @@ class Remember(Reader):
         stop = StoppingCriteriaList([lambda rows, _, **__: torch.tensor([is_done(rows[0, len(ids) :].tolist())])])
         made = self.model.generate(
             ids[None], attention_mask=torch.ones_like(ids)[None], cache=self.cache, max_new_tokens=most,
-            do_sample=False, stopping_criteria=stop, pad_token_id=min(self.ends),
+            do_sample=False, stopping_criteria=stop, pad_token_id=min(self.ends, default=None),
         )  # fmt: skip
         self.start += made.shape[1] - 1
         return made[0, len(ids) :].tolist()
@@ -157,15 +158,14 @@ class Search(Remember):
                 row[found] = torch.logaddexp(row[found], torch.log(torch.tensor(CERTAIN)))
         return log_p
 
-    def after(self, ids: Tensor) -> Tensor:
-        """Returns the log probabilities after each of the next tokens (T, V); the reader stays where it is."""
-        kept = self.__dict__.copy()
-        self.cache, self.ids, self.next = copy.copy(self.cache), list(self.ids), dict(self.next)
-        result = self.read(ids)
-        self.__dict__ = kept
-        return result
+    @contextmanager
+    def branch(self) -> Iterator[None]:
+        """Reads in a branch until its end: then the reader is where it was."""
+        with super().branch():
+            self.ids, self.next = list(self.ids), dict(self.next)
+            yield
 
-    generate = Reader.generate
+    after, generate = Reader.after, Reader.generate
 
 
 class Pasted(Reader):
@@ -175,7 +175,7 @@ class Pasted(Reader):
 
     def __init__(self, model: PreTrainedModel, window: int):
         super().__init__(model)
-        self.window, self.passages = window, Passages(end_tokens=end_tokens(model))
+        self.window, self.passages = window, Passages(end_tokens=end_tokens(model.generation_config))
         self.first = model.config.get_text_config(decoder=True).bos_token_id or 0
 
     def begin(self) -> None:

@@ -52,10 +52,9 @@ def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
         return tasks
     fillers = [tokenizer.decode(texts[name]) for name in names]
     if args.task == "told":
-        seeds = [f"{args.data} {i} {args.seed}" for i in range(min(args.number, len(names)))]
-        return [
-            Task(f"{name}, told", chat=x) for name, x in zip(names, zip(seeds, fillers, strict=False), strict=False)
-        ]
+        pairs = list(zip(names, fillers, strict=True))[: args.number]
+        seeds = [f"{args.data} {i} {args.seed}" for i in range(len(pairs))]
+        return [Task(f"{name}, told", chat=(seed, x)) for seed, (name, x) in zip(seeds, pairs, strict=True)]
     if args.task == "chat":
         chats = zip(range(len(chat.CHATS)), cycle(fillers), strict=False)
         return [Task(f"chat {i}", chat=(i, filler)) for i, filler in chats]

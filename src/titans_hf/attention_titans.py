@@ -221,11 +221,8 @@ class WindowAttention(TitansAttention):
                 return is_read
             return torch.zeros_like(is_read, dtype=keys.dtype).masked_fill(~is_read, -torch.inf)  # as sdpa makes it
 
-        arrange, mask = (
-            partial(self._by_distance, num_keys=num_keys),
-            grid.once("mask", mask, keys.device),
-        )
-        return *self.attend(queries, keys, values, mask, arrange, **kwargs), extended
+        allowed, arrange = grid.once("mask", mask, keys.device), partial(self._by_distance, num_keys=num_keys)
+        return *self.attend(queries, keys, values, allowed, arrange, **kwargs), extended
 
     def _attend_blocks(
         self, queries: Tensor, extended: KeyValueCache, persistent: KeyValueCache, oldest: Tensor | None, **kwargs

@@ -13,6 +13,7 @@ from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.memories import AnyCache, fingerprint_for_memories, load_cache, load_with_memory
 from titans_hf.cli.shared.text_ids import decode_answer, encode, pad_left
+from titans_hf.remember.parts import end_tokens
 from titans_hf_console import parse as parse_options
 
 
@@ -32,7 +33,7 @@ def answer(
     if not all(rows):
         raise ValueError(f"--prompt {prompts[rows.index([])]!r} has no tokens")
     options = copy.deepcopy(options)
-    ends = end_tokens(model, tokenizer, options)
+    ends = [*end_tokens(options, model.generation_config, tokenizer)]
     options.eos_token_id, options.pad_token_id = ends or None, ends[0] if ends else 0
     ids, mask = (x.to(model.device) for x in pad_left(rows))
     cache.start_prompt()
@@ -43,16 +44,6 @@ def answer(
         length = next((i for i, token in enumerate(made) if token in ends), len(made))
         texts.append(decode_answer(tokenizer, prompt, made[:length]))
     return texts
-
-
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: GenerationConfig) -> list[int]:
-    """Returns the tokens at which generation ends, by `options`, else by the checkpoint's generation config, which may
-    have several, else by the tokenizer.
-    """
-    for found in (options.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        if found is not None:
-            return [found] if isinstance(found, int) else [int(x) for x in found]
-    return []
 
 
 def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: AnyCache, text: str) -> None:

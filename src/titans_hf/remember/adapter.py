@@ -178,9 +178,13 @@ def write_card(folder: Path, config: RememberConfig, licence: str | None) -> Non
         pipeline_tag="text-generation",
         tags=["titans", "test-time-training", "memory"],
     )
-    facts = {"name": folder.name, "base": base or "a base model", "texts": texts, "licence": licence or "not stated"}
-    parts = ", ".join(DESCRIPTIONS[x] for x in PARTS if x in (PASSAGES, *config.memory))
-    body = CARD.format(parts=parts, **facts)
+    body = CARD.format(
+        name=folder.name,
+        base=base or "a base model",
+        parts=", ".join(DESCRIPTIONS[x] for x in PARTS if x in (PASSAGES, *config.memory)),
+        texts=texts,
+        licence=licence or "not stated",
+    )
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}").save(folder / "README.md")
 
 

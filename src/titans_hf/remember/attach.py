@@ -118,7 +118,7 @@ def remember(
         token_list = TokenList.random(config.hidden_size)
     passages = passages or Passages()
     if passages.end_tokens is None:
-        passages = replace(passages, end_tokens=end_tokens(model))
+        passages = replace(passages, end_tokens=end_tokens(model.generation_config or config))
     own = type(model)
     new = Memory(
         window=window,

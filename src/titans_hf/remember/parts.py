@@ -140,8 +140,11 @@ def choose_first_token(model: PreTrainedModel, given: int | None) -> int:
     return token
 
 
-def end_tokens(model: PreTrainedModel) -> tuple[int, ...]:
-    """Returns the tokens at which the model's generation ends, which in a chat end a turn."""
-    settings = model.generation_config or model.config.get_text_config(decoder=True)
-    tokens = settings.eos_token_id
-    return tuple(tokens) if isinstance(tokens, (list, tuple)) else () if tokens is None else (int(tokens),)
+def end_tokens(*sources: Any) -> tuple[int, ...]:
+    """Returns the end tokens of the first of some generation configs and tokenizers that has any; in a chat they end a
+    turn.
+    """
+    for found in (source.eos_token_id for source in sources):
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(map(int, found))
+    return ()

@@ -182,7 +182,6 @@ class Recorder:
     their y (R, T, D), and the number of tokens (R,) that each row had read before.
     """
 
-    window: int | None = None
     note: Callable[[dict, Tensor, Tensor, Tensor], None] | None = None
 
     def initial_state(self, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
