@@ -4,17 +4,7 @@ import copy
 
 import pytest
 import torch
-from common import (
-    ATTENTIONS,
-    VARIANTS,
-    assert_same,
-    full_logits,
-    make_ids,
-    make_model,
-    read,
-    shared_model,
-    tensors,
-)
+from common import ATTENTIONS, VARIANTS, assert_same, full_logits, make_ids, make_model, read, shared_model, tensors
 from covering import covering
 
 from titans_hf import TitansCache

@@ -11,15 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from covering import in_one_test
-from reading_runs import (
-    SPECIAL,
-    TEXT,
-    assert_has_read,
-    expected,
-    ids_of,
-    run_read,
-    stop_reading_at,
-)
+from reading_runs import SPECIAL, TEXT, assert_has_read, expected, ids_of, run_read, stop_reading_at
 
 from titans_hf import cache_files
 from titans_hf.cli import read

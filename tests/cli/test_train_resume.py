@@ -100,8 +100,5 @@ def test_a_checkpoint_that_was_cut_off_is_skipped(options, tmp_path):
         resumed = train.main(options(LLAMA, resume_from_checkpoint="true"))
     assert resumed["eval_loss"] == whole["eval_loss"]
     (last / "trainer_state.json").write_text("{")
-    with (
-        pytest.warns(UserWarning, match="is incomplete"),
-        pytest.raises(FileNotFoundError, match="no complete"),
-    ):
+    with pytest.warns(UserWarning, match="is incomplete"), pytest.raises(FileNotFoundError, match="no complete"):
         train.main(options(LLAMA, resume_from_checkpoint=last))

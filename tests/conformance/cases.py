@@ -108,11 +108,7 @@ class TitansTests(CommonTests):
     @property
     def settings(self):
         return dict(
-            variant=self.variant,
-            sliding_window=5,
-            segment_length=4,
-            memory_chunk_size=2,
-            num_persistent_tokens=2,
+            variant=self.variant, sliding_window=5, segment_length=4, memory_chunk_size=2, num_persistent_tokens=2
         )
 
     def _prepare_config_and_inputs_for_retain_grad_hidden_states_attentions(self):

@@ -65,10 +65,7 @@ def test_what_is_searched_or_pasted_is_found():
     """The longest match says the next token of a text that is repeated; the passage that holds the query's words is
     pasted in front of the last tokens of a window."""
     ids = torch.randperm(1000, generator=torch.Generator().manual_seed(1))
-    search, pasted = (
-        readers.Search(tiny_model(1000), WINDOW),
-        readers.Pasted(tiny_model(1000), 200),
-    )
+    search, pasted = (readers.Search(tiny_model(1000), WINDOW), readers.Pasted(tiny_model(1000), 200))
     for reader in (search, pasted):
         reader.begin()
         reader.read_on(ids)

@@ -7,7 +7,7 @@ BOOK = "It was dark. Mr. Darcy came! 'Who is there?' she said. Nobody was. The w
 STORIES = {
     "qa1_single-supporting-fact": "1 Mary went to the hall.\n2 John ran to the garden.\n3 Where is Mary? \thall\t1\n"
     "4 Mary left for the office.\n5 Where is Mary? \toffice\t4\n1 Sandra moved to the garden.\n"
-    "2 Where is Sandra? \tgarden\t1\n",
+    "2 Where is Sandra? \tgarden\t1\n"
 }
 
 

@@ -4,15 +4,7 @@ import copy
 
 import pytest
 import torch
-from common import (
-    assert_same,
-    assert_same_cache,
-    full_logits,
-    gradients,
-    make_ids,
-    make_model,
-    read,
-)
+from common import assert_same, assert_same_cache, full_logits, gradients, make_ids, make_model, read
 
 from titans_hf import TitansCache
 

@@ -6,17 +6,7 @@ import itertools
 
 import pytest
 import torch
-from common import (
-    TWO_VARIANTS,
-    VARIANTS,
-    assert_same,
-    full_logits,
-    make_ids,
-    make_model,
-    read,
-    shared_model,
-    tensors,
-)
+from common import TWO_VARIANTS, VARIANTS, assert_same, full_logits, make_ids, make_model, read, shared_model, tensors
 from covering import covering, in_one_test
 from transformers import DynamicCache
 

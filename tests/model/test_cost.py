@@ -4,15 +4,7 @@ device.
 
 import pytest
 import torch
-from common import (
-    ATTENTIONS,
-    VARIANTS,
-    assert_same,
-    full_logits,
-    make_ids,
-    make_model,
-    read,
-)
+from common import ATTENTIONS, VARIANTS, assert_same, full_logits, make_ids, make_model, read
 from covering import covering
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -4,14 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from common import (
-    ATTENTIONS,
-    assert_same,
-    left_pad,
-    make_config,
-    make_ids,
-    redraw,
-)
+from common import ATTENTIONS, assert_same, left_pad, make_config, make_ids, redraw
 from covering import covering
 from torch.nn.functional import cross_entropy
 from transformers import (

@@ -1,16 +1,7 @@
 """Packed documents: each has the logits it has alone, for every way to mark where documents start."""
 
 import torch
-from common import (
-    ATTENTIONS,
-    PAPER,
-    VARIANTS,
-    assert_same,
-    full_logits,
-    make_ids,
-    make_model,
-    shared_model,
-)
+from common import ATTENTIONS, PAPER, VARIANTS, assert_same, full_logits, make_ids, make_model, shared_model
 from covering import covering
 from transformers import DataCollatorWithFlattening
 

@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from common import (
-    ATTENTIONS,
-    TWO_VARIANTS,
-    assert_same,
-    full_logits,
-    left_pad,
-    make_ids,
-    shared_model,
-)
+from common import ATTENTIONS, TWO_VARIANTS, assert_same, full_logits, left_pad, make_ids, shared_model
 from covering import covering
 
 from titans_hf import generation_titans

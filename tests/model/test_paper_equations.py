@@ -4,16 +4,7 @@ the paper, in `paper_model.py`.
 
 import pytest
 import torch
-from common import (
-    PAPER,
-    SETTINGS,
-    VARIANTS,
-    assert_same,
-    each_variant,
-    full_logits,
-    make_ids,
-    make_model,
-)
+from common import PAPER, SETTINGS, VARIANTS, assert_same, each_variant, full_logits, make_ids, make_model
 from naive_model import naive_forward
 from paper_model import paper_forward
 
