@@ -162,9 +162,7 @@ def test_rows_to_reset_are_a_mask(rows):
 
 @pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_merging_lies_between(variant):
-    """merge() interpolates weights, momentum and anchors alone, also with one memory for many rows, and leaves the
-    other cache unchanged.
-    """
+    """merge() interpolates weights, momentum and anchors alone, also with one row, and leaves `other` as it is."""
     model = shared_model(variant)
     for rows, weight in ((3, 0.25), (1, 0.5), (3, 1)):
         cache, other = read(model, make_ids(3, 21))[1], read(model, make_ids(rows, 34, seed=1))[1]
@@ -180,9 +178,7 @@ def test_merging_lies_between(variant):
 
 
 def test_what_cannot_be_merged():
-    """Merging with a wrong weight, with a cache that has read nothing (since a reset), or with one that
-    records or was cropped, raises an error and leaves the cache.
-    """
+    """What cannot be merged, or by no such weight, raises an error and leaves the cache."""
     model, ids = shared_model("mag"), make_ids(2, 21)
     cache, reset, recording = read(model, ids)[1], reset_cache(model, ids), read(model, ids)[1]
     kept = copy.deepcopy(tensors(cache))

@@ -65,9 +65,7 @@ def test_recording_ends():
 
 @pytest.mark.parametrize("variant", ATTENTIONS)
 def test_assisted_decoding_equals_greedy(variant):
-    """Assisted decoding gives the greedy tokens with drafts of another model, of itself and of prompt lookup, and its
-    cache can be read on from.
-    """
+    """Assisted decoding gives the greedy tokens with any drafts, and its cache can be read on from."""
     model = shared_model(variant)
     prompt = make_ids(1, 5).repeat(1, 3)
     expected = model.generate(prompt, max_new_tokens=40, **GREEDY)

@@ -29,9 +29,7 @@ def test_going_on_from_a_file_equals_never_having_stopped(variant, num_read, tmp
 
 
 def test_what_a_cache_can_be(tmp_path):
-    """A cache is the same after loading when it is empty, has a row that was reset, has recorded columns that were read
-    with learning on and off, and has columns to read again.
-    """
+    """A cache that is empty, has a reset row, recorded columns or columns to read again is the same after loading."""
     model = make_model("mac")
     cache = TitansCache(model.config)
     assert_equal(saved(cache, model, tmp_path), cache)

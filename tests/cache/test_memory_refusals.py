@@ -1,6 +1,4 @@
-"""Folders that are no memory of the model: every such description, file or tensor is a ValueError that names the
-folder.
-"""
+"""Folders that are no memory of the model: each is a ValueError that names the folder."""
 
 import copy
 import os
@@ -113,9 +111,7 @@ DAMAGES = {
 
 @in_one_test("name", DAMAGES)
 def test_what_is_not_the_saved_memory_is_refused(name, memory, tmp_path_factory):
-    """A damaged, altered, missing or newer file, and tensors that no cache has, raise an error that names the folder,
-    despite right checksums.
-    """
+    """What is not the saved memory raises an error that names the folder, despite right checksums."""
     damage, message = DAMAGES[name]
     model, folder = copied(memory, tmp_path_factory.mktemp("memory"))
     damage(folder)

@@ -211,9 +211,7 @@ class Program:
 )
 @pytest.mark.parametrize("variant,changes", PROGRAMS)
 def test_random_programs(variant, changes, seed, tmp_path):
-    """Every row has its own logits after any order of reads, padding, documents, resets, selections, copies, crops,
-    files, and learning turned off and on.
-    """
+    """Every row has its own logits after reads, documents, resets, selections, copies, crops and files in any order."""
     Program(variant, changes, seed, tmp_path).run()
 
 

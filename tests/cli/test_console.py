@@ -24,9 +24,7 @@ def call(monkeypatch, *arguments) -> None:
 
 @pytest.mark.parametrize("name", [None, *sorted(name for name, (*_, options) in console.COMMANDS.items() if options)])
 def test_help_imports_no_model(name):
-    """`titans-hf` alone lists every command. This list, and the help of a command whose options are ours, need no other
-    package.
-    """
+    """`titans-hf` alone lists every command; the list, and help of options that are ours, import no other package."""
     arguments = [] if name is None else [name, "--help"]
     code = (
         f"import sys; sys.argv = ['titans-hf', *{arguments}]\n"

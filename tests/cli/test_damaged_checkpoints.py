@@ -68,9 +68,7 @@ def configure(**changes):
 
 @pytest.mark.parametrize("damage", [cut, of_other_sizes, without_head, configure(), configure(hidden_size="x")])
 def test_what_is_damaged_is_named(damage, folder, monkeypatch, capsys):
-    """A command ends in one line that names the checkpoint and what is wrong with it, before any output. The other
-    commands load by the same functions.
-    """
+    """A command ends in one line that names the checkpoint and what is wrong with it, before any output."""
     expected = damage(sorted((folder / "model").glob("*.safetensors"))[-1])
     monkeypatch.setattr(sys, "argv", ["read", "model", "text.txt", "--memory", "memory"])
     with pytest.raises(SystemExit) as ended:
@@ -81,9 +79,7 @@ def test_what_is_damaged_is_named(damage, folder, monkeypatch, capsys):
 
 
 def test_adapters_that_cannot_be_merged(folder):
-    """An adapter is checked, and so is its model. An adapter that acts only after its invocation has no weights that
-    could be merged.
-    """
+    """A damaged adapter, one of a damaged model, and one that acts only after its invocation are refused."""
     file = folder / "adapter" / "adapter_config.json"
     whole = file.read_text()
     file.write_text(json.dumps(json.loads(whole) | {"alora_invocation_tokens": [1, 2]}))

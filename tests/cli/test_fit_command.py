@@ -31,9 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_an_adapter_from_texts(folder, capsys):
-    """The command says what it reads and gains, and writes an adapter that loads with its model and gains on its texts;
-    the tokenizer and the chat template come along, and nothing else is left.
-    """
+    """The command says what it reads and gains, and writes an adapter with its tokenizer that gains on its texts."""
     fit.main([str(folder / "model"), "--text", str(folder / "texts"), "--output", str(folder / "new"), *OPTIONS])
     text = capsys.readouterr().out
     assert "1,200 tokens of text in 3 parts of 4 files" in text
@@ -68,9 +66,7 @@ def test_a_full_disk_at_the_end(folder, monkeypatch):
 
 @pytest.mark.parametrize("number,characters", [(1, 9000), (9, 900), (300, 50), (40, None)])
 def test_as_many_tokens_as_asked_for(tmp_path, number, characters):
-    """From one large file, from many small ones, and from one large among small ones: the texts have as many tokens as
-    were asked for, from every file where each has to give, and other seeds draw other places.
-    """
+    """The texts have as many tokens as asked for, from every file where each has to give; other seeds draw others."""
     for i in range(number):
         size = characters or (9000 if i == number - 1 else 20)
         (tmp_path / f"{i:03}.txt").write_text("".join(random.Random(i).choices("abcdefgh ", k=size)))

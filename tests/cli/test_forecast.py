@@ -21,9 +21,7 @@ def call(data, output, *options) -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A file of hourly values, one of them left out, at a level that float32 does not resolve, the folder of a model of
-    it, and what was forecast.
-    """
+    """A file of hourly values without one row, at a high level; the folder of a model of it; what was forecast."""
     folder = tmp_path_factory.mktemp("forecast")
     data = write_series(folder / "waves.csv", rows=101)
     table = pd.read_csv(data).drop(index=40)
@@ -34,9 +32,7 @@ def trained(tmp_path_factory):
 
 
 def test_rows_are_the_forecast_of_the_last_rows(trained):
-    """The rows begin an hour after the last one, with the names of their columns. They are what the saved model
-    forecasts from the last `look_back` rows, scaled by its training part, in the units of the file.
-    """
+    """The rows follow the last one, and are what the saved model forecasts, in the units of the file."""
     data, output, future = trained
     assert future.index.name == "date" and list(future) == ["c0", "c1"]
     assert (future.index == pd.date_range("2020-01-05 05:00", periods=10, freq="h")).all()
@@ -63,9 +59,7 @@ def test_a_saved_model_goes_on(trained, tmp_path):
 
 @in_one_test("frequency", ["ME", "MS", "B", "15min"])
 def test_times_follow_the_calendar(frequency, trained, tmp_path):
-    """The times that follow a series are those of the calendar: month ends, first days, business days; and a row that
-    is left out of a series at equal steps changes no step.
-    """
+    """The times that follow a series are those of the calendar, and a row that is left out changes no step."""
     _, folder, _ = trained
     model, facts = forecast.load(folder)
     times = pd.date_range("2020-01-01", periods=42, freq=frequency)

@@ -64,9 +64,7 @@ def test_ask_shows_the_passage(folder, capsys):
 
 
 def test_the_tokenizer_of_an_adapter(folder, capsys):
-    """An adapter is saved with its model's tokenizer. A tokenizer that was put there reads the text, also where the
-    adapter is --adapter; without one the base model's does.
-    """
+    """A tokenizer in the adapter's folder, where the command saves it, reads the text; else the base model's does."""
     options = ["--prompt", "ab", "--max_new_tokens", "1"]
     save_adapter(remember(AutoModelForCausalLM.from_pretrained("llama"), 16), "adapter")
     assert AutoTokenizer.from_pretrained("adapter").get_vocab() == byte_tokenizer().get_vocab()

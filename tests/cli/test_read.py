@@ -21,9 +21,7 @@ from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 
 def test_reading_a_folder(paths):
-    r"""Reading a folder gives the memory of its joined texts. `</s>` in a file has the ids that training gives it, line
-    ends \r\n and \r are read as \n, and a byte order mark is no text.
-    """
+    r"""Joined texts are read as in training: `</s>` is text, \r\n and \r are \n, and a byte order mark is no text."""
     (paths.texts / "a.txt").write_bytes(f"{SPECIAL}eins\r\nzwei\r\n\r\ndrei\rvier\r".encode("utf-8-sig"))
     run_read(paths, paths.texts)
     rest = [(paths.texts / f"{name}.txt").read_text() for name in "bc"]
@@ -32,9 +30,7 @@ def test_reading_a_folder(paths):
 
 
 def test_commands_read_the_same_texts(paths):
-    """`titans-hf read` takes the files of a folder that `titans-hf train` takes, with the same texts. If they differed,
-    a model would be asked about notes that its memory has never read.
-    """
+    """`titans-hf read` takes the files of a folder that `titans-hf train` takes, with the same texts."""
     (paths.texts / "notes.md").write_bytes("eins\r\nzwei\r\n\r\ndrei\r".encode("utf-8-sig"))
     for name in ("README.md", "code.py"):
         (paths.texts / name).write_text("not a text")
@@ -47,9 +43,7 @@ def test_commands_read_the_same_texts(paths):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a pipe with a name")
 def test_pipes_and_standard_input(paths, monkeypatch, capsys):
-    """A pipe with a name, as <(zcat book.gz) makes, and standard input are read like files. A text that is repeated
-    there is not read again.
-    """
+    """A named pipe and standard input are read like files. A text that is repeated there is not read again."""
     os.mkfifo(paths.texts / "pipe")
     for text, said in itertools.product((paths.texts / "pipe", "-"), ("", "All of TEXT had been read already")):
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
@@ -79,9 +73,7 @@ SHORT |= {"longer": f"{SHORT['a']} and more", "other": f"{SHORT['a'][:-9]} and o
     ],
 )
 def test_every_text_is_read_once(commands, expected, paths, monkeypatch):
-    """Whatever texts a command adds, appends (+) or repeats, also interrupted (!), the memory has read each text once
-    and in order. An interrupted command has saved whole pieces.
-    """
+    """Whatever a command adds, appends (+) or repeats, also interrupted (!), each text is read once and in order."""
     for name, text in SHORT.items():
         (paths.texts / f"{name}.txt").write_text(text)
     shutil.rmtree(paths.memory, ignore_errors=True)

@@ -11,9 +11,7 @@ from titans_hf.cli.shared.time_series import Scaling, Windows, digest_of, read_s
 
 
 def test_windows_by_hand():
-    """In 10 rows with forecasts within rows 4 to 9, a look-back of 3 and a horizon of 2 there are 5 windows; a first
-    part needs its own look-back.
-    """
+    """Windows end in the rows of their part; a first part needs its own look-back."""
     values = torch.arange(10.0)[:, None]
     windows = [{name: x.flatten().tolist() for name, x in w.items()} for w in Windows(values, range(4, 10), 3, 2)]
     assert len(windows) == 5
@@ -33,9 +31,7 @@ def test_uneven_steps_are_found():
 
 @pytest.mark.parametrize("level", [1e6, 1e8, 1.7e9])
 def test_an_offset_changes_no_scaled_value(level):
-    """A meter's total, or a price in small units, is scaled to the values of the same series without its level; 0.1
-    many times, whose mean is not exactly 0.1, is a constant.
-    """
+    """A level changes no scaled value, and 0.1 many times, whose mean is not exactly 0.1, is a constant."""
     waves = 10 * np.sin(np.arange(1000) / 7) + np.random.default_rng(0).normal(size=1000)
     values = np.stack([waves, waves + level, np.full(1000, 0.1)], 1)
     plain, shifted, constant = Scaling.of(values[:700]).scale(values).unbind(1)
@@ -97,9 +93,7 @@ def test_a_file_without_a_header_is_refused(tmp_path):
 
 @pytest.mark.parametrize("separator", [";", "\t"])
 def test_other_separators_are_read(separator, tmp_path):
-    """A file as spreadsheets write it, with a byte order mark, semicolons or tabs, and a comma for the point, which a
-    quoted name may have too. A point for thousands is refused.
-    """
+    """A file may have a byte order mark, semicolons or tabs, and decimal commas; points for thousands are refused."""
     lines = [f"2020-01-{day:02d};1,{day:02d};-2" for day in range(1, 29)]
     text = "\ufeff" + "\n".join(['date;"wind, m/s";b', *lines]).replace(";", separator)
     (tmp_path / "x.csv").write_text(text, encoding="utf-8")

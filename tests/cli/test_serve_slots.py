@@ -40,9 +40,7 @@ def settings(number: int) -> GenerationConfig:
 
 @pytest.mark.parametrize("kind", ["mac", "mag", "mal", "lmm", "read", "all", "full"])
 def test_answers_side_by_side(kind):
-    """Requests of other lengths and settings, which come and go while others are answered, get their own answers,
-    greedy or with a seed; rows recall at their own tokens. Most tokens come from calls with several rows.
-    """
+    """Requests of any lengths and settings get their own answers; most tokens come from calls with several rows."""
     model, served = make_served(kind)
     choose, rows, forward = random.Random(0), [], model.forward
     lengths = [3, 40, 64, 90, 40, 64]

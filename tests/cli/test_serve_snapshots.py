@@ -52,12 +52,10 @@ def user(text) -> dict:
 
 @pytest.mark.parametrize("kind,number,turns", [("mag", 8, 3), ("remember", 2, 2)])
 def test_chats_side_by_side(kind, number, turns, checkpoints, tmp_path):
-    """Chats of several turns, asked at once, get the answers of generate(), and a later turn reads only what is new
-    in it.
-    """
+    """Chats asked at once get the answers of generate(), and a later turn reads only what is new in it."""
     checkpoint = checkpoints / kind
     chats = [[user(letter * 40 + FIRST)] for letter in "abcdefgh"[:number]]
-    with serving(checkpoint, tmp_path, "--snapshots", "32") as url, ThreadPoolExecutor(number) as users:
+    with serving(checkpoint, tmp_path, "--snapshots", "32") as (url, _), ThreadPoolExecutor(number) as users:
         for turn in range(turns):
             answers = list(users.map(lambda messages: answer(url, checkpoint, messages), chats))
             assert answers == [generated(checkpoint, messages) for messages in chats]
@@ -71,7 +69,7 @@ def test_chats_side_by_side(kind, number, turns, checkpoints, tmp_path):
 def test_other_histories_and_other_users(checkpoint, tmp_path):
     """A changed history is read from where it parts from a known one; nothing is shared between users with keys."""
     start = [user(FIRST), {"role": "assistant", "content": "Ay."}]
-    with serving(checkpoint, tmp_path) as url:
+    with serving(checkpoint, tmp_path) as (url, _):
         for last in ("And then?", "Who was he?", "What did he see?"):
             messages = [*start, user(last * 9)]
             assert answer(url, checkpoint, messages) == generated(checkpoint, messages)

@@ -45,9 +45,7 @@ def test_files_are_those_of_the_suffixes_in_all_subfolders(tmp_path):
 
 
 def test_progress_in_a_log_file_is_a_line_a_minute(monkeypatch, capsys):
-    """Without a terminal a bar of any package is a line every so often, here every quarter of a second, and a short
-    one is nothing. If this failed, the log of an hour would have thousands of bars in one line.
-    """
+    """Without a terminal a bar of any package is a line every so often, and a short one is nothing."""
     for name in ("__init__", "status_printer"):
         monkeypatch.setattr(tqdm, name, vars(tqdm)[name])
     monkeypatch.setattr(command_line, "LINE_SECONDS", 0.25)

@@ -55,9 +55,7 @@ def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, text
 
 
 def test_fine_tuning(options, tmp_path):
-    """--model_name_or_path starts from a checkpoint and its tokenizer. --train_only memory changes the memory's
-    parameters and no others.
-    """
+    """A run starts from a checkpoint and its tokenizer; --train_only memory changes the memory's parameters alone."""
 
     def changed(name: str, **more) -> set[str]:
         tuned = dict(config=None, tokenizer=None, model_name_or_path=tmp_path / "out", output_dir=tmp_path / name)
@@ -79,9 +77,7 @@ def test_fine_tuning(options, tmp_path):
 
 
 def test_a_step_as_one_graph(options, tmp_path, monkeypatch):
-    """With --cuda_graph a run has the same weights, to the bit, also with accumulated and clipped gradients; without a
-    GPU it is refused.
-    """
+    """With --cuda_graph a run has the same weights to the bit; without a GPU it is refused."""
     with pytest.raises(ValueError, match="--cuda_graph must be false without a CUDA GPU"):
         train.main(options(TITANS, cuda_graph=True))
     monkeypatch.setitem(memory_graphs.RECORDINGS, "cpu", Tape)

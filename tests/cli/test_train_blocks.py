@@ -34,9 +34,7 @@ def arguments(block_length: int) -> RunArguments:
 
 @pytest.mark.parametrize("block_length", [2, 7, 32, 10_000, None])
 def test_packing_loses_no_text(texts, block_length):
-    """Blocks join to all documents with an eos each, in order. A last block is dropped only if it is an eos alone,
-    which leaves nothing to predict.
-    """
+    """Blocks join to all documents, each with an eos, in order. A last block of an eos alone is dropped."""
     tokenizer = load_tokenizer("bytes")
     documents = load_splits(str(texts), "--train_data", "train")["train"]
     encoded = [path.read_bytes() for path in sorted(texts.rglob("*.txt"))]
@@ -115,9 +113,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
 
 
 def test_the_byte_tokenizer(tmp_path):
-    """The byte tokenizer, made or saved and loaded, has ByT5's ids without an eos, decodes exactly, is recognized and
-    encodes fast as itself; with another token it is not recognized.
-    """
+    """The byte tokenizer has ByT5's ids without an eos, decodes exactly, and is recognized until it has another."""
     byte_tokenizer().save_pretrained(tmp_path)
     text = "".join(map(chr, range(0x2FF))) + "東京 🎉</s>"
     lines, byt5, other = text.replace("\r", "\n"), ByT5Tokenizer(extra_ids=0), byte_tokenizer()  # as every text is read
@@ -134,9 +130,7 @@ def test_the_byte_tokenizer(tmp_path):
 
 
 def test_passages_come_again():
-    """A block is the text with passages again, each at least 70 tokens after it ended: in all blocks, or in about the
-    given share of them.
-    """
+    """Passages come again, 70 tokens or more after they ended, in all blocks or about the given share of them."""
     tokens = PackedBlocks(pa.chunked_array([pa.array(range(200 * 1024), pa.int32())]), 1024)
     for index in range(20):
         block = RepeatedPassages(tokens, 1.0, seed=0)[index]["input_ids"].tolist()

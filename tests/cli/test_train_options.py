@@ -62,9 +62,7 @@ def test_paper_defaults(options):
     ],
 )
 def test_saving_follows_evaluation(options, given, evaluated, saved, best):
-    """Options of saving and of evaluation that were not given follow those that were. If they kept a default of their
-    own, a command with --eval_steps alone would be refused for an option that nobody gave.
-    """
+    """Options of saving and of evaluation that were not given follow those that were."""
     parser = make_parser()
     *_, arguments = parser.parse_args_into_dataclasses(options(**({"eval_steps": None, "save_steps": None} | given)))
     assert (arguments.eval_strategy, arguments.eval_steps) == evaluated
@@ -85,9 +83,7 @@ def test_saving_follows_evaluation(options, given, evaluated, saved, best):
     ],
 )
 def test_configurations_and_overrides(tmp_path, config, overrides, expected):
-    """--config takes a file, and from any folder the name of a shipped one. Overrides can be of any type of JSON; sizes
-    derived from an overridden field follow it.
-    """
+    """--config takes a file or a shipped name; overrides are of any JSON type, and derived sizes follow them."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     name = config if isinstance(config, str) else str(file)

@@ -42,9 +42,7 @@ def test_time_limit_stops_evaluates_and_saves(options, tmp_path):
 
 
 def test_what_is_resumed(options, tmp_path):
-    """A finished run is resumed with more steps alone: Trainer would make one step more than planned. Another seed,
-    other data or another model raises an error that names what differs.
-    """
+    """A finished run is resumed with more steps alone; other data, another seed or model is named in an error."""
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.txt").write_text("another text " * 300)
     train.main(options(TITANS, **SHORT))

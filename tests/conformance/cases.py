@@ -118,9 +118,7 @@ class TitansTests(CommonTests):
         return config, {"input_ids": inputs["input_ids"]}
 
     def setUp(self):
-        """Lets the tests take a Titans cache for the static cache if `generate()` was asked for one, else for a dynamic
-        one: it has a constant size in both cases.
-        """
+        """Lets the tests take a Titans cache, whose size is constant, for the static or the dynamic cache."""
         super().setUp()
         for name, is_static in (("StaticCache", True), ("DynamicCache", False)):
             replaced = mock.patch.object(generation_tests, name, titans_caches(is_static), create=True)
@@ -149,9 +147,7 @@ class TitansTests(CommonTests):
 
 
 def titans_caches(is_static: bool) -> type:
-    """Returns a class for isinstance() alone: of the Titans caches whose decoding step `generate()` compiles, as it
-    does with a static cache, or of the others.
-    """
+    """Returns a class for isinstance() alone: of the Titans caches whose step `generate()` compiles, or not."""
 
     class Caches(type):
         def __instancecheck__(cls, cache):

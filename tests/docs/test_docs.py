@@ -139,9 +139,7 @@ def test_named_files_exist(page):
 
 
 def test_an_entry_of_the_log_is_short():
-    """An entry of the log has a heading of at most 80 characters, at most 60 words, and the commit in which it stands
-    whole.
-    """
+    """An entry has a heading of at most 80 characters, at most 60 words, and the commit in which it stands whole."""
     log = LOG.read_text(encoding="utf-8")
     for entry in re.split(r"^### ", log, flags=re.MULTILINE)[1:]:
         heading, text = entry.split("\n## ")[0].split("\n", 1)

@@ -38,9 +38,7 @@ def test_models_are_of_equal_size(name):
 
 
 def test_models(tmp_path, monkeypatch, capsys):
-    """The model benchmark has a row of each model and length; --set changes the Titans alone, and what it cannot set is
-    an error. What needs too much memory is a row without figures.
-    """
+    """A row for each model and length; --set changes the Titans alone; what needs too much memory has no figures."""
 
     def too_little(run, device):
         raise torch.OutOfMemoryError("none left")

@@ -24,9 +24,7 @@ def test_a_model_too_small_for_mlps_is_an_error(name):
 
 
 def test_rows_of_any_runs(capsys):
-    """Runs of a study that has left print a line for each row with its mean and interval over seeds, and differences of
-    equal seed from a baseline, fields that differ apart.
-    """
+    """Each row of a study that has left has its mean and interval, and differences of equal seed from a baseline."""
     file = RESULTS / "state_tracking.jsonl"
     tables.main([str(file), "--baselines", "lmm"])
     printed = capsys.readouterr().out.splitlines()

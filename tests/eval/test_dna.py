@@ -45,9 +45,7 @@ def command(tsv, *options):
 
 
 def test_tables_are_read(tmp_path):
-    """A table is read with either separator, other columns, small letters, a byte order mark, and gzipped. Of a table
-    that cannot be read, file and sequence are named.
-    """
+    """Tables are read in all their forms. Of a table that cannot be read, file and sequence are named."""
     (tmp_path / "b.csv").write_text("region,label,seq\nchr1,x,aaNA\n", encoding="utf-8-sig")
     (tmp_path / "c.tsv.gz").write_bytes(gzip.compress(b"seq\tlabel\nNACN\t1\n"))
     found = [read_sequences(tmp_path / name).to_dict("list") for name in ("b.csv", "c.tsv.gz")]
@@ -67,9 +65,7 @@ def table_of(texts: list[str]) -> pd.DataFrame:
 
 
 def test_groups_by_hand():
-    """32 bases in common join two sequences, 31 do not; so does the other strand; what joins two joins their groups; N
-    stands for no base in common. Sequences shorter than 32 are joined if they are equal on either strand, N included.
-    """
+    """Two sequences with 32 bases in common on any strand, or equal short ones, are of one group; N is in none."""
     generator = np.random.default_rng(0)
     long = random_text(generator, 200)
     other = [random_text(generator, 40) for _ in range(6)]
@@ -88,9 +84,7 @@ def test_groups_by_hand():
 
 
 def test_no_stretch_is_on_both_sides_of_a_split():
-    """Training, validation and test part share no stretch, by comparing all of them. Every sequence is tested once, and
-    the shares of labels are alike. A class with fewer groups than folds is an error.
-    """
+    """Training, validation and test part share no stretch, every sequence is tested once, and labels are alike."""
     generator, texts = np.random.default_rng(0), []
     for _ in range(100):
         long = random_text(generator, 120)
@@ -138,9 +132,7 @@ def test_runs_learn_and_go_on(tsv, capsys):
 
 
 def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
-    """All folds and seeds have the rate that is best in validation on the first fold with the first seed, whatever it
-    scores on the test part.
-    """
+    """All folds and seeds have the rate that is best in validation on the first fold with the first seed."""
     made = []
 
     def train(run, data):
@@ -169,9 +161,7 @@ def save(folder, row, fold, test, seed=0):
 
 
 def test_figures_are_over_folds(tmp_path):
-    """The spread is over folds, each the mean of its seeds, and differences are of equal seed and fold. The paper
-    stands beside its own data.
-    """
+    """The spread is over folds, each the mean of its seeds; differences are of equal seed and fold."""
     for row, scores in {"cnn": {0: (0.6, 0.8), 1: (0.8, 0.8)}, "lmm": {0: (0.7, 0.9), 1: (0.72,), 2: (0.85,)}}.items():
         for fold, of_seeds in scores.items():
             for seed, score in enumerate(of_seeds):

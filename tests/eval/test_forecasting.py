@@ -34,9 +34,7 @@ def command(csv, *options):
 
 
 def test_parts_are_scaled_by_the_training_part(csv):
-    """12, 4 and 4 months of hours are 8,640, 2,880 and 2,880 rows, of quarter hours four times as many. The training
-    part has mean 0 and deviation 1, the others are scaled alike.
-    """
+    """A split in months has as many rows as the steps make of them; all parts are scaled by the training part."""
     for freq, per_hour in (("h", 1), ("15min", 4)):
         times = pd.date_range("2016-07-01", periods=17_420 * per_hour, freq=freq)
         splits = make_splits(pd.DataFrame({"x": np.arange(len(times), dtype=float)}, times), [12, 4, 4], 9, 9)
@@ -71,9 +69,7 @@ def test_baselines_have_the_cycle(name):
 
 
 def test_runs_go_on_and_are_reported(csv, capsys):
-    """A repeated command makes nothing new, another rate or file under the same name is an error, and the tables have
-    all models. The command says where rows are missing.
-    """
+    """A repeated command makes nothing new, another rate or file under the same name is an error; tables have all."""
     lines = write_series(csv, rows=61).read_text().splitlines()
     csv.write_text("\n".join(lines[:51] + lines[52:]) + "\n")
     options = command(csv, "--horizons", "2", "--cycle_length", "6", "--set", *TINY, "--label", "tiny")
@@ -93,9 +89,7 @@ def test_runs_go_on_and_are_reported(csv, capsys):
 
 
 def test_the_best_weights_are_scored(csv, monkeypatch):
-    """With a learning rate that ruins the model, the validation score is that of the best evaluation. A run without a
-    finite validation loss ends in an error that names it.
-    """
+    """The validation score is that of the best evaluation; a run without a finite validation loss is an error."""
     trainers, fit = [], forecasting.fit_forecaster
     monkeypatch.setattr(forecasting, "fit_forecaster", lambda *args: trainers.append(fit(*args)) or trainers[-1])
     options = ["--models", "rlinear", "--horizons", "2", "--max_steps", "40", "--patience", "1"]
@@ -116,9 +110,7 @@ def save(folder, row, horizon, seed=0, mse=0.4, mae=0.3, look_back=96):
 
 
 def test_means_over_horizons_and_seeds(tmp_path):
-    """A mean is over the horizons of each seed that has all, with the deviation over seeds; the paper stands beside its
-    own horizons only.
-    """
+    """A mean is over the horizons of each seed that has all; the paper stands beside its own horizons only."""
     for horizon, seed in ((96, 0), (96, 1), (192, 0), (192, 1)):
         save(tmp_path, "a", horizon, seed, horizon / 100 + seed, 0.5)
     save(tmp_path, "b", 96)

@@ -31,9 +31,7 @@ def test_assisted_generation_reads_what_was_read_once(variant, drafts):
 
 
 def test_what_would_read_twice_or_not_at_all_is_refused():
-    """A prompt no longer than the columns read, a cache with `use_cache=False`, embeddings of new tokens with the mask
-    of all, embeddings in pieces, and a cache of fewer rows raise an error that says what to do.
-    """
+    """Prompts and inputs that would be read twice or in part raise an error that says what to do."""
     model, ids = shared_model("mag"), make_ids(2, 29)
     cache = read(model, ids[:, :9])[1]
     embeds, mask = model.get_input_embeddings()(ids[:, 9:]).detach(), torch.ones_like(ids)
@@ -60,9 +58,7 @@ def test_what_would_read_twice_or_not_at_all_is_refused():
 
 @pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_a_cache_records_only_while_drafts_are_tried(variant):
-    """After assisted decoding, and after such a call that fails, the user's cache has a constant size again and takes
-    the next prompt; a cache that the user lets record goes on recording.
-    """
+    """After drafts, or a call that fails, a cache records no more, unless the user lets it record."""
     model, turns = shared_model(variant), [make_ids(1, 6, seed=seed).repeat(1, 3) for seed in (1, 2)]
     cache, plain = TitansCache(model.config), TitansCache(model.config)
     with pytest.raises(ValueError, match="batch_size = 1"):

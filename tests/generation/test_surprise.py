@@ -61,9 +61,7 @@ def test_padding_does_not_surprise(variant):
 
 @pytest.mark.parametrize("changes", [{}, {**PAPER, "memory_depth": 2}], ids=["default", "paper"])
 def test_the_gates_are_those_of_the_layer(changes):
-    """inner_lr, momentum_decay and forget are the layer's theta, eta and alpha, (B, H, T); where each layer of the
-    memory network has gates of its own, their means.
-    """
+    """inner_lr, momentum_decay and forget are the layer's theta, eta and alpha, or the means of a layer's own gates."""
     model, ids = make_model("lmm", **changes), make_ids(1, 21)
     found = surprise_of(model, ids)[0]
     layer = model.model.layers[0]

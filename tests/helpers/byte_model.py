@@ -19,9 +19,7 @@ def save_byte_model(folder: Path, variant: str, **changes) -> TitansForCausalLM:
 
 
 def save_llama(folder: Path, **changes) -> LlamaForCausalLM:
-    """Saves a Llama of random weights that reads bytes, its tokenizer with a chat template, and a card; returns the
-    model.
-    """
+    """Saves a random Llama that reads bytes, its tokenizer with a chat template, and a card; returns the model."""
     sizes = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )

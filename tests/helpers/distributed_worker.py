@@ -1,6 +1,4 @@
-"""Checks of tests/model/test_distributed.py: a run over two ranks equals that of one process. Each check has a
-reference model and the whole batch; the ranks share the work.
-"""
+"""Checks of tests/model/test_distributed.py: a run whose work two ranks share equals that of one process."""
 
 import faulthandler
 import os
@@ -92,9 +90,7 @@ def check_data_parallel_step(model, reference, rank: int, tolerance: float = 1e-
 
 
 def ddp(rank, variant, folder):
-    """Compares Accelerate's DDP with one process, also with parts turned off, and with a memory that never learns: it
-    needs a gradient for every parameter.
-    """
+    """Compares Accelerate's DDP, with parts off and without learning: it needs a gradient for every parameter."""
     off = dict(num_persistent_tokens=0, memory_momentum=False, memory_forget=False, memory_conv_kernel=1)
     for changes, checkpointing in (({}, False), (off, False), (dict(memory_max_lr=0), True)):
         reference, model = (make_model(variant, **changes).train() for _ in range(2))
@@ -144,9 +140,7 @@ def fsdp_over_calls(rank, variant, folder):
 
 
 def fsdp_accelerate(rank, variant, folder):
-    """Compares FSDP2 as Accelerate wraps a model by configs/accelerate/fsdp2.yaml, and by `_no_split_modules`, with
-    activation checkpointing; called directly, since on CPU it uses DDP.
-    """
+    """Compares FSDP2 by configs/accelerate/fsdp2.yaml with checkpointing; called directly: on CPU it uses DDP."""
     given = yaml.safe_load(FSDP2.read_text())["fsdp_config"]
     plugin = FullyShardedDataParallelPlugin(
         **{x if x == "fsdp_version" else x.removeprefix("fsdp_"): y for x, y in given.items()}

@@ -72,9 +72,7 @@ RECALLED = 32  # tokens before a recall
 
 
 class as_double:
-    """Computes in float64 what modeling files compute in float32 whatever their dtype, so that a difference of two
-    ways to read is a difference of the ways.
-    """
+    """Computes in float64 what modeling files compute in float32, so that a difference is one of the ways to read."""
 
     def __enter__(self):
         self.saved = torch.float32, torch.float, torch.Tensor.float
@@ -158,9 +156,7 @@ def recalls_of(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 def after_recall(model: PreTrainedModel, ids: torch.Tensor, cuts: list[int], padding: int = 0) -> torch.Tensor:
-    """Returns the logits after the token RECALLED, at which all rows recall, read in pieces; `padding` columns of
-    padding stand in front.
-    """
+    """Returns the logits after the token RECALLED, at which all rows recall, read in pieces behind some padding."""
     cache, first = MemoryCache(model), padding + RECALLED
     mask = (torch.arange(first) >= padding).long().expand(len(ids), -1)
     model(ids[:, :first], attention_mask=mask, cache=cache)

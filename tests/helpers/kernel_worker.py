@@ -1,6 +1,4 @@
-"""Compares the kernel of flash-linear-attention in Triton's interpreter, in float32, with the token loop in float64;
-prints the largest error.
-"""
+"""Compares fla's kernel in Triton's interpreter in float32 with the token loop in float64; prints the largest error."""
 
 import importlib.util
 import os

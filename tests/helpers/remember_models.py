@@ -67,9 +67,7 @@ def remembering(window=12, memory=("fast_weights", "list"), **fields):
 
 
 def ragged_call(choose: random.Random, tokens: torch.Tensor, rows: list[int], places: list[int], length: int) -> tuple:
-    """Returns ids and mask (R, length) of the next tokens of texts (N, T), with padding anywhere: of the text rows[i]
-    from places[i] on.
-    """
+    """Returns ids and mask (R, length) of the next tokens of texts (N, T) from places on, with padding anywhere."""
     end = tokens.shape[1]
     mask = torch.tensor([[choose.random() < 0.8 for _ in range(length)] for _ in rows]).long()
     counts = mask.cumsum(1) - 1

@@ -44,48 +44,37 @@ def save_letters(folder, kind: str, template: str = TEMPLATE) -> None:
         save_adapter(remember(AutoModelForCausalLM.from_pretrained(path), window=32), folder)
 
 
-def free_port() -> int:
+@contextmanager
+def serving(checkpoint, home, *options):
+    """Runs `titans-hf serve` in `home` with caches below it; yields its address and the process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextmanager
-def running_server(checkpoint, home, *options):
-    """Runs `titans-hf serve` in `home` with caches below it; yields its address and the process."""
-    port, own = free_port(), {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        port = probe.getsockname()[1]
+    own = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [*COMMAND, "serve", checkpoint, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port), *options]
     url = f"http://127.0.0.1:{port}"
     with (home / "log").open("w") as log:
         process = subprocess.Popen(command, env=os.environ | own, cwd=home, stdout=log, stderr=subprocess.STDOUT)
     try:
-        wait_for(url, process, home / "log")
+        while not is_answering(url):
+            assert process.poll() is None, (home / "log").read_text()[-4000:]
+            time.sleep(0.1)
         yield url, process
     finally:
         process.terminate()
         process.wait()
 
 
-@contextmanager
-def serving(checkpoint, home, *options):
-    """As `running_server`; yields the address."""
-    with running_server(checkpoint, home, *options) as (url, _):
-        yield url
-
-
-def wait_for(url: str, process: subprocess.Popen, log) -> None:
-    for _ in range(1800):
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            urllib.request.urlopen(f"{url}/health").close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError(log.read_text()[-4000:])
+def is_answering(url: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"{url}/health").status == 200
+    except OSError:
+        return False
 
 
 def complete(url: str, checkpoint, timeout: float = 60, **more):
     """Returns the open response to a request for a greedy completion."""
     body = {"model": str(checkpoint), "temperature": 0, "max_tokens": NUM_TOKENS, **more}
-    headers = {"Content-Type": "application/json"}
-    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=timeout)
+    data = json.dumps({name: x for name, x in body.items() if x is not None}).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=timeout)

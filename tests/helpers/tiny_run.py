@@ -1,6 +1,4 @@
-"""Configurations for the tests of titans-hf train, its distributed launch, a stand-in for its time limit, and what a
-run has written.
-"""
+"""Configurations for the tests of titans-hf train, a stand-in for its time limit, and what a run has written."""
 
 import json
 import sys

@@ -23,9 +23,7 @@ FRONT = [ROOT / "src/titans_hf" / name for name in ("__init__.py", "__main__.py"
 
 
 def files_of(pattern: str) -> list[Path]:
-    """Returns the Python files that match a pattern, or lie in a folder. What the package shows (__init__.py) and runs
-    (__main__.py) stands above all layers.
-    """
+    """Returns the Python files of a pattern or folder, without those that stand above all layers."""
     found = ROOT.glob(pattern if "*" in pattern else f"{pattern}/**/*.py")
     return [file for file in found if file not in FRONT]
 

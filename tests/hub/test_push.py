@@ -44,9 +44,7 @@ def pushes(monkeypatch):
 
 
 def test_a_push_uploads_the_run_without_its_checkpoints(options, tmp_path, pushes):
-    """Every push has code, configuration and tokenizer. The last has the files of the run's folder but checkpoints and
-    names with an underscore first.
-    """
+    """Every push has code, configuration and tokenizer; the last has the run's files but checkpoints and _names."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "_notes.txt").write_text("not for others")
     train.main(options(TITANS, push_to_hub="true", **SHORT | dict(max_steps=4)))
@@ -91,9 +89,7 @@ SHOWN = r"a --- b: \*c\* \| \[d\](e) \<f\> \`g\` \$h\$ \_\{i \# j"
 
 
 def test_names_that_are_markup(options, tmp_path):
-    """A name is shown literally, on one line, and Trainer's section stays. A name with quotes stays one string of the
-    Python and shell examples.
-    """
+    """A name is shown literally, on one line; with quotes it stays one string of the examples."""
     train.main(options(TITANS, **SHORT))
     record = json.loads((tmp_path / "out" / RECORD).read_text()) | {"license": "mit"}
 
@@ -112,9 +108,7 @@ def test_names_that_are_markup(options, tmp_path):
 
 @pytest.mark.parametrize("model", [TITANS, LLAMA], ids=lambda model: model["model_type"])
 def test_what_is_not_told(options, tmp_path, monkeypatch, model):
-    """The card has no licence unless one is given, and a baseline's is Trainer's own, without a word of Titans. A
-    --hub_token is in no file that is pushed, and is the token of the Hub's library.
-    """
+    """A card without a licence says so, a baseline's is Trainer's own, and a --hub_token is in no file."""
     monkeypatch.setenv("HF_TOKEN", "another")
     train.main(options(model, hub_token="hf_secret", **SHORT))
     card = ModelCard.load(tmp_path / "out" / "README.md")

@@ -128,9 +128,7 @@ assert "titans_hf" not in sys.modules
 @pytest.mark.slow
 @torch.no_grad()
 def test_without_the_package(tmp_path):
-    """By its own code a checkpoint loads, saves that code again, and has the outputs, the generated tokens and the
-    memory that it has by this package.
-    """
+    """By its own code a checkpoint loads, saves that code, and has the outputs, tokens and memory of this package."""
     ids, checkpoints = make_ids(2, 30, vocab_size=320), {}
     values = torch.randn(2, 60, 3, generator=torch.Generator().manual_seed(0))
     for variant in VARIANTS:

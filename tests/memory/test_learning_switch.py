@@ -36,9 +36,7 @@ def memory_tensors(cache):
 
 @pytest.mark.parametrize(("variant", "changes"), CASES)
 def test_reading_without_learning(variant, changes):
-    """While learning is off, weights and momentum stay equal to the bit, the tokens are counted, the output
-    depends on them, and calls of any size give the logits and the state of one call. Learning then goes on.
-    """
+    """While learning is off, weights and momentum stay, and calls of any size give the logits of one call."""
     model, ids = make_model(variant, **changes), make_ids(2, 41)
     _, cache = read(model, ids[:, :13])  # not a multiple of a chunk
     before, branch = memory_tensors(cache), copy.copy(cache)
@@ -55,9 +53,7 @@ def test_reading_without_learning(variant, changes):
 
 @pytest.mark.parametrize(("variant", "changes"), CASES)
 def test_it_is_a_memory_without_steps(variant, changes):
-    """Without persistent tokens, a sequence read with learning off has the logits and gradients of `memory_max_lr=0`;
-    those of the gates are 0, not None.
-    """
+    """A sequence read with learning off has the logits and gradients of `memory_max_lr=0`; those of gates are 0."""
     model = make_model(variant, num_persistent_tokens=0, **changes)
     zero = make_model(variant, num_persistent_tokens=0, **changes, memory_max_lr=0)
     zero.load_state_dict(model.state_dict())

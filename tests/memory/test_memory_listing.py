@@ -28,9 +28,7 @@ from titans_hf.token_grid import TokenGrid
 
 
 def comba(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, *, chunk_size: int, decay_target):
-    """Computes `memorize` of one layer by the listing of the delta form in the place of fla's kernel, on the grid that
-    the model has for tokens that start within a chunk.
-    """
+    """Computes `memorize` of one layer by the listing in the place of fla's kernel, on the grid that the model has."""
     grid = TokenGrid.build(state.num_seen, inputs.keys.shape[2], chunk_size)
     slots = inputs.map(lambda x: grid.scatter(x.transpose(1, 2)).transpose(1, 2))
     output = memorize_by_kernel(partial(torch_chunk_comba, chunk_size=chunk_size), slots, state, grid, decay_target)
@@ -59,10 +57,7 @@ def results(fn, *arguments):
 
 @covering(2, {"forget": [True, False], "num_seen": [[0, 0, 0], [5, 0, 3]], "length": [1, 3, 4, 13, 22]})
 def test_the_delta_form(forget, num_seen, length):
-    """By the arguments that fla's kernel gets, the listing gives the outputs, final state and gradients of both other
-    forms, for keys on both sides of length 1 and with and without a decay target. It does not depend on where the
-    chunks start.
-    """
+    """The listing gives outputs, state and gradients of both other forms, wherever the chunks start."""
     torch.manual_seed(length)
     inputs = make_inputs(length, forget=forget)
     inputs = inputs._replace(keys=inputs.keys * (0.5 + torch.rand(B, H, length, 1, dtype=torch.float64)))
@@ -76,9 +71,7 @@ def test_the_delta_form(forget, num_seen, length):
 
 @covering(2, {"depth": [1, 2, 3], "num_seen": [[0, 0, 0], [4, 0, 8]], "length": [1, 3, 4, 13, 22]})
 def test_the_deep_form(depth, num_seen, length):
-    """The listing gives the outputs, final state and gradients of both other forms, with and without the delta rule and
-    a clip, for keys on both sides of length 1.
-    """
+    """The listing gives outputs, state and gradients of both other forms, with and without delta rule and clip."""
     torch.manual_seed(length)
     state, inputs = make_state(depth, num_seen), scale_steps(make_inputs(length), 0.1)
     inputs = inputs._replace(keys=inputs.keys * (0.5 + torch.rand(B, H, length, 1, dtype=torch.float64)))
@@ -94,9 +87,7 @@ def test_the_deep_form(depth, num_seen, length):
 
 @pytest.mark.parametrize("decay", ["any", "to nothing"])
 def test_the_recurrence(decay):
-    """With other keys p to read by, and with a decay of 0, whose logarithm is -inf, the outputs and gradients of the
-    delta form are those of its recurrence.
-    """
+    """With other keys to read by, and with a decay of 0, the delta form is its recurrence."""
     torch.manual_seed(0)
     q, k, v, p = (torch.randn(B, 7, H, D, dtype=torch.float64, requires_grad=True) for _ in range(4))
     g, beta = torch.rand(2, B, 7, H, dtype=torch.float64)

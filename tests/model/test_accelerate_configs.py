@@ -50,9 +50,7 @@ def wait(processes: list[subprocess.Popen], folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_processes_train_like_one(start, tmp_path):
-    """Training by DDP on two machines of one process each saves the weights of one process. FSDP is compared in
-    test_distributed.py.
-    """
+    """Training by DDP on two machines of one process each saves the weights of one process."""
     wait([start(["titans_hf", "train"], "alone", 4)], tmp_path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -33,9 +33,7 @@ def register():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_registered_function_gets_its_form_of_masks_and_arguments(variant, form, register):
-    """An implementation gets masks in the form that it is registered with, and in every call the keywords of the
-    model's call that the model does not read.
-    """
+    """An implementation gets masks in its form, and in every call the keywords that the model does not read."""
     (function, mask), found = FORMS[form], []
 
     def attention(*args, softcap=None, **kwargs):

@@ -101,9 +101,7 @@ EMBEDDINGS = torch.zeros(2, 6, 32, dtype=torch.float64)
     ],
 )
 def test_arguments_that_make_no_sense(message, arguments):
-    """Ids must be (B, T) and embeddings (B, T, hidden), one of them, with at least one row: some other shapes would be
-    computed. Documents must fit them, and rows those of the cache.
-    """
+    """Ids, embeddings, documents and rows of another shape are refused: some would be computed."""
     arguments = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in arguments.items()}
     if not {"input_ids", "inputs_embeds"} & arguments.keys() and arguments:
         arguments["input_ids"] = IDS
@@ -125,9 +123,7 @@ def test_cumulative_lengths_that_make_no_sense(value):
 
 
 def test_a_cache_of_another_class():
-    """A cache of another class, also one of the same name that the code of a checkpoint brought, is refused wherever a
-    cache is given, and what to do is said.
-    """
+    """A cache of another class is refused wherever a cache is given, and what to do is said."""
     model, options = shared_model("mag"), dict(max_new_tokens=2, pad_token_id=0)
     own_code = type("TitansCache", (DynamicCache,), {"__module__": "transformers_modules.x"})
     uses = {
@@ -151,9 +147,7 @@ def test_cache_of_a_model_of_other_sizes(variant, name, swap):
 
 
 def test_cache_of_another_kind():
-    """A cache of another variant, window, segment or rule, read or reset, raises an error that names `cache`; so do
-    what starts from it and what takes its mean.
-    """
+    """A cache of another variant, window, segment or rule is refused by name, in a call, a start and a mean."""
     kinds = {"mag": (dict(sliding_window=11), dict(memory_update_rule="chunk")), "mac": (dict(segment_length=12),)}
     others = [(x, make_model(x, **changes)) for x, of_variant in kinds.items() for changes in of_variant]
     others += [(variant, shared_model(other)) for variant, other in itertools.combinations(VARIANTS, 2)]

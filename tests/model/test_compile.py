@@ -41,9 +41,7 @@ def nothing_is_compiled():
 
 
 def read_rows_out_of_step(variant, compileable=False):
-    """Returns a model and a cache with 21 tokens in one row and 10 in the other, so that their chunks differ in
-    phase.
-    """
+    """Returns a model and a cache with 21 tokens in one row and 10 in the other, out of phase."""
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(21, seed=1), make_ids(10, seed=2)])
     cache = TitansCache(model.config, compileable=compileable)
     with torch.no_grad():
@@ -61,9 +59,7 @@ def read_rows_out_of_step(variant, compileable=False):
     },
 )
 def test_a_decoding_step_is_one_graph_compiled_once(variant, compileable, masked, size):
-    """A compiled step of one token, or of several, is one graph with the plain logits, without a mask and with the
-    growing mask of all columns. That of one token is compiled at most twice.
-    """
+    """A compiled step is one graph with the plain logits, masked or not; one of one token is compiled twice at most."""
     model, cache = read_rows_out_of_step(variant, compileable)
     later, mask = make_ids(2, 33, seed=3), torch.ones(2, 54, dtype=torch.long)
     mask[:, 21:] = torch.rand(2, 33, generator=torch.Generator().manual_seed(0)) < 0.7
@@ -159,9 +155,7 @@ def test_a_compiled_memory_compiles_no_length(variant, monkeypatch):
     "variant,dynamic", [("lmm", True), *(pytest.param(x, False, marks=pytest.mark.slow) for x in VARIANTS)]
 )
 def test_export_of_a_text(variant, dynamic):
-    """Transformers' exporter captures the reading of padded texts of one length, or of texts of any length, which the
-    number of chunks depends on, with the same logits.
-    """
+    """Transformers' exporter captures the reading of padded texts, of one length or any, with the same logits."""
     model, lengths = make_model(variant, num_hidden_layers=1), (18, 18) if dynamic else (18, 11)
     ids, mask = left_pad([make_ids(length, seed=length) for length in lengths])
     arguments = dict(input_ids=ids, attention_mask=mask, use_cache=False)
@@ -172,9 +166,7 @@ def test_export_of_a_text(variant, dynamic):
 
 @pytest.mark.parametrize("variant", ATTENTIONS)
 def test_a_captured_step_of_several_tokens(variant):
-    """A step of two tokens that Transformers' exporter captures, with a static cache after a padded prompt, is what the
-    model reads in two calls. If it failed, the exporter could not capture a step of any number of tokens.
-    """
+    """A captured step of two tokens, with a static cache after a padded prompt, is what two calls read."""
     model, (ids, mask) = make_model(variant, eos_token_id=1), left_pad([make_ids(18, seed=1), make_ids(11, seed=2)])
     options = GenerationConfig(cache_implementation="static", max_cache_len=40, pad_token_id=0, eos_token_id=1)
     inputs = dict(input_ids=ids, attention_mask=mask)
@@ -191,9 +183,7 @@ def test_a_captured_step_of_several_tokens(variant):
 
 @covering(1, {"variant": ATTENTIONS, "dynamic": [False, True]})
 def test_export_of_the_decoding_step(variant, dynamic):
-    """Transformers' exporter captures a step with its cache, for one batch size or any, and the program continues from
-    its own cache with the same logits and states.
-    """
+    """Transformers' exporter captures a step with its cache, and the program continues from its own cache."""
     model, cache = read_rows_out_of_step(variant, compileable=True)
     first, *later = make_ids(2, 4, seed=3).split(1, dim=1)
     arguments = dict(input_ids=first, cache=cache, use_cache=True)

@@ -46,9 +46,7 @@ def test_the_largest_step_and_momentum_follow_rule_depth_and_chunk():
 
 @pytest.mark.parametrize("form", ["titans", "delta", "paper"])
 def test_a_form_sets_the_fields_that_are_not_given(form, tmp_path):
-    """`memory_form` sets the fields that belong together, a field that is given wins, None among them, and config.json
-    has all values: a saved config does not depend on the forms.
-    """
+    """`memory_form` sets the fields that are not given, and a saved config, which has all, does not depend on it."""
     config, expected = TitansConfig(memory_form=form), {name: row[form] for name, row in FORMS.items()}
     assert {name: getattr(config, name) for name in expected} == expected
     if form == "paper":
@@ -70,9 +68,7 @@ def test_fields_beside_a_file_come_before_those_that_derive_from_them(tmp_path):
 
 
 def test_a_misspelt_field_is_no_silent_ablation(tmp_path):
-    """An unknown keyword that begins as a field of a memory is an error that names the field that was meant; another
-    one is a warning.
-    """
+    """An unknown field of a memory is an error that names the one that was meant; another keyword is a warning."""
     TitansConfig().save_pretrained(tmp_path)
     for make in (TitansConfig, lambda **given: AutoConfig.from_pretrained(tmp_path, **given)):
         with pytest.raises(ValueError, match="`memory_from` is not a field of TitansConfig: is `memory_form` meant"):
@@ -178,9 +174,7 @@ def test_a_value_that_is_set_later_is_refused_too(name, value, tmp_path):
 
 @pytest.mark.parametrize("variant", ["mag", "lmm"])
 def test_other_spellings_of_rope_parameters(variant):
-    """`partial_rotary_factor`, `rope_theta` and `rope_scaling`, as other models' configs have them, are honoured or
-    refused; no two configs share them.
-    """
+    """Other spellings of rope parameters are honoured or refused; no two configs share them."""
     config = make_config(variant, partial_rotary_factor=1.0, rope_theta=5.0)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 1.0}
     given = {"rope_theta": 7.0}

@@ -15,9 +15,7 @@ SIZES = {"tiny": 1e6, "1.3b": 1.3e9}
 
 @in_one_test("name", NAMES)
 def test_size_and_form_are_those_in_the_name(name):
-    """The number of parameters is within 5 % of the name's, but for the embeddings of 32,000 tokens in tiny models. The
-    paper's files have the paper's form in every field, and its chunk, segment and window.
-    """
+    """Parameters are within 5 % of the name's, but for large embeddings; the paper's files have the paper's form."""
     config = AutoConfig.from_pretrained(FOLDER / f"{name}.json")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -1,6 +1,4 @@
-"""The cost of a call: no tensor grows with the square of the sequence, and a decoding step never waits for the
-device.
-"""
+"""The cost of a call: no tensor grows with the square of the sequence, and a step never waits for the device."""
 
 import pytest
 import torch
@@ -75,9 +73,7 @@ def test_no_tensor_grows_with_what_was_read(variant):
 
 @covering(1, {"variant": ATTENTIONS, "attention": ["sdpa", "eager"]})
 def test_a_decoding_step_does_not_wait(variant, attention):
-    """No operation of a decoding step needs its result on the host, at any place of the chunk and segment. A wait would
-    cost a round trip to the device for every token.
-    """
+    """No operation of a decoding step needs its result on the host, which would be a round trip for every token."""
     model, ids = make_model(variant, attention=attention), make_ids(2, 13)
     mask = torch.ones(2, 13)
     mask[1, :5] = 0

@@ -32,9 +32,7 @@ CHECKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks_equal_one_process(check, tmp_path):
-    """Two ranks give the losses, gradients, parameters and tokens of one process; a failure's consequence is in CHECKS.
-    Ranks ended by a signal start again once: glibc has reported a damaged heap in one of a hundred runs.
-    """
+    """Two ranks give what one process gives. Ranks ended by a signal start again once: glibc's heap, 1 in 100."""
     for attempt in (1, 2):
         folder = tmp_path / str(attempt)
         folder.mkdir()

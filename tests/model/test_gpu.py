@@ -1,6 +1,4 @@
-"""On a GPU, by graphs and by fla's kernel: a training step, generation and memory files against plain PyTorch.
-`make test-gpu`
-"""
+"""On a GPU, by graphs and by fla's kernel: training, generation and memory files. `make test-gpu`"""
 
 import importlib.util
 

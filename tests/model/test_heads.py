@@ -61,9 +61,7 @@ def test_padding(variant, auto_class, side, masked):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_loss_of_an_answer_does_not_depend_on_padding(side):
-    """The loss of an answer is the cross entropy of its row alone, however far the row is padded, and no answer lies
-    in padding. If it failed, the loss would depend on the longest row of a batch.
-    """
+    """The loss of an answer does not depend on padding, and no answer lies in it."""
     model, row = make_head(AutoModelForQuestionAnswering, "mag"), 1 + make_ids(1, 12, vocab_size=49)
     positions = torch.tensor([2]), torch.tensor([5])
     with torch.no_grad():
@@ -81,9 +79,7 @@ def test_the_loss_of_an_answer_does_not_depend_on_padding(side):
 
 
 def test_a_text_ends_where_its_mask_ends():
-    """A text, by its ids or embeddings, is classified by the last token of its mask, whatever the ids of padding. Of a
-    model without `pad_token_id`, several texts without a mask are refused.
-    """
+    """A text is classified by the last token of its mask; without a padding token several texts need a mask."""
     model, ids = make_head(AutoModelForSequenceClassification, "mag"), 1 + make_ids(2, 9, vocab_size=49)
     mask = torch.ones_like(ids)
     mask[1, 7:] = 0

@@ -34,9 +34,7 @@ def constant(value):
 
 
 def delay(num_tokens, noise):
-    """Returns a check that filters (channels, 1, kernel) are a delay of `num_tokens` plus noise, whose squared norms
-    add up to 1.
-    """
+    """Returns a check that filters (channels, 1, kernel) of length 1 are a delay of `num_tokens` plus noise."""
 
     def check(x):
         rest = x.clone()
@@ -47,9 +45,7 @@ def delay(num_tokens, noise):
 
 
 def rules(config) -> dict:
-    """Returns {pattern of parameter names: check of the initial values}; every parameter matches exactly one
-    pattern.
-    """
+    """Returns {pattern of parameter names: check of the initial values}; each parameter matches one pattern."""
     head_dim = config.memory_head_dim
     hidden = config.memory_expansion * head_dim
     layer = r"model\.layers\.\d+\."
@@ -109,9 +105,7 @@ def test_a_new_model(changes, variant):
 
 @covering(1, {"variant": ATTENTIONS, "changes": [{}, PAPER]})
 def test_a_new_model_predicts_at_chance_and_its_gradients_are_alike(variant, changes):
-    """A new model's loss is that of a uniform guess, and no parameter's first gradient exceeds 30 times the output
-    layer's. Vectors of length 0 are the risk: normalising divides by their length.
-    """
+    """A new model's loss is that of a uniform guess, and no first gradient exceeds 30 times the output layer's."""
     torch.manual_seed(0)
     model, ids = TitansForCausalLM(make_config(variant, **SIZES | changes)), torch.randint(50, (4, 40))
     loss = model(ids, labels=ids).loss
@@ -123,9 +117,7 @@ def test_a_new_model_predicts_at_chance_and_its_gradients_are_alike(variant, cha
 
 
 def later_token_rank(start: str) -> float:
-    """Returns the median rank, of 200 tokens, of the token that has followed, when 40 tokens are read again by the
-    memory of a new layer.
-    """
+    """Returns the median rank, of 200 tokens, of the token that has followed, when a new layer reads 40 again."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(make_config("lmm", **RECALL, memory_start=start))
     memory, embeddings = model.model.layers[0].mixer.memory, torch.randn(200, 128)

@@ -1,6 +1,4 @@
-"""The model equals its equations, computed naively in `naive_model.py`, in float64; and in the paper's form those of
-the paper, in `paper_model.py`.
-"""
+"""The model equals its equations in `naive_model.py`, and the paper's form those in `paper_model.py`, in float64."""
 
 import pytest
 import torch

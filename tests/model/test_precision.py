@@ -55,9 +55,7 @@ def test_inference(variant, dtype, way, tmp_path):
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-7), (torch.float32, 3e-5)])
 def test_positions_of_millions(dtype, tolerance):
-    """Keys are rotated to their position in the text: from position 5,000,001 on, logits are those from position 1
-    on.
-    """
+    """Keys are rotated to their position in the text, also behind 5 million tokens."""
     changes = dict(memory_max_lr=0, rope_parameters={"partial_rotary_factor": 1.0})
     model, ids = make_model("mag", dtype=dtype, **changes), make_ids(1, 80)
     expected = full_logits(model, ids)[:, 40:]

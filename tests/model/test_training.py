@@ -24,9 +24,7 @@ from titans_hf import TitansCache
 
 @covering(1, {"variant": VARIANTS, "changes": [{}, PAPER]})
 def test_every_parameter_has_a_gradient_with_memory_off(variant, changes):
-    """With memory off, every parameter has a gradient, which is 0 for the gates. DistributedDataParallel would fail in
-    the second step for a parameter without one.
-    """
+    """With memory off, every parameter has a gradient, 0 for the gates: DDP fails for a parameter without one."""
     model, ids = make_model(variant, memory_max_lr=0, **changes), make_ids(2, 20)
     model(ids, labels=ids).loss.backward()
     assert [name for name, gradient in gradients(model).items() if gradient is None] == []

@@ -54,9 +54,7 @@ def logits(model):
 
 
 def test_an_adapter_gives_the_same_model(model, base, adapter):
-    """By `remember` and by AutoModelForCausalLM, with dtype and device_map, an adapter reads as the model that it was
-    saved from; another window replaces its own; the model that is loaded is the base model, and can be forgotten.
-    """
+    """An adapter, loaded in any way, reads as its model did; the loaded model is the base, and can be forgotten."""
     expected = logits(model)
     by_name = AutoModelForCausalLM.from_pretrained(adapter, dtype=torch.float64, device_map="cpu")
     by_hand = remember(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64), adapter=adapter)
@@ -116,9 +114,7 @@ def test_a_push_uploads_what_was_saved(model, tmp_path, monkeypatch):
 
 
 def test_a_private_adapter(model, base, adapter, tmp_path, monkeypatch):
-    """What a caller says about the Hub holds for the adapter's weights too; revision and subfolder are the adapter's
-    alone; `output_loading_info` gives the loading info of the base model.
-    """
+    """What a caller says about the Hub holds for the adapter's weights too; revision and subfolder are its alone."""
     asked, works = [], adapter_module.cached_file
     monkeypatch.setattr(adapter_module, "cached_file", lambda *x, **hub: asked.append(hub) or works(*x, **hub))
     hub = {"token": "x", "cache_dir": str(tmp_path), "local_files_only": True}

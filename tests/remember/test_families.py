@@ -10,9 +10,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("family", families.CHOSEN)
 def test_a_family_reads_exactly(family):
-    """Pieces, padding and a row alone give the logits of the whole, after a recall too; a forgotten model is the
-    original to the bit.
-    """
+    """Pieces, padding, a row alone and recalls are exact, and a forgotten model is the original to the bit."""
     found = families.differences(families.small_model(family))
     assert found["learning"] > 0.1
     assert found["forgotten"] == found["generated"] == 0

@@ -88,9 +88,7 @@ def tensors_in(folder):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_were_reset(family, tmp_path):
-    """A row that was reset, or has begun a document, is saved and loaded, and leaves in the file what a row leaves that
-    has never read the text before. So does a cache that was reset, or has read padding alone.
-    """
+    """What was reset, or has begun a document, is saved as what has never read the text before."""
     model, ids = of_family(family), TOKENS[:2, :30]
     none, new = torch.zeros(2, 6, dtype=torch.int64), torch.arange(6).expand(2, 6) % 3
     mask = torch.tensor([[0], [1]])

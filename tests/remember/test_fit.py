@@ -51,9 +51,7 @@ def few_columns(monkeypatch):
 
 
 def test_a_fit_lowers_the_loss_of_other_texts():
-    """A fitted memory gains on a text that it was not fitted to, more than a memory without a fit; fast weights alone
-    gain too; the losses that are reported are those of a plain evaluation; no weight of the model changes.
-    """
+    """A fitted memory, and fast weights alone, gain on another text; reported losses are right; the model stays."""
     model, texts, other = small_model(), [names_text(i) for i in range(4)], names_text(9)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     first = loss(remember(model, 24, ()), other)
@@ -72,9 +70,7 @@ def test_a_fit_lowers_the_loss_of_other_texts():
 
 
 def test_directions_are_those_of_the_gradients():
-    """The directions of a layer are the principal ones of the mean gradients of its weights over texts, each divided by
-    the fourth root of its share: in a plain model without a window, by backward.
-    """
+    """The directions are the principal ones of the mean gradients, each over the fourth root of its share."""
     model, texts = small_model().double(), [names_text(i, 40) for i in range(3)]
     sizes, products = fast_layers(model, 2), {}
     for ids in texts:
@@ -120,9 +116,7 @@ def test_layers_of_other_families(config):
 
 
 def test_an_interrupted_fit_goes_on(tmp_path, monkeypatch):
-    """A fit that was interrupted at any stage and run again has the numbers of one that was not; a fit to other texts,
-    or of a model that was trained since, does not take its state.
-    """
+    """An interrupted fit goes on to the same numbers; one of other texts or weights does not take its state."""
     texts = [names_text(i, 30) for i in range(5)]
     whole, parts, stages = small_model(), small_model(), []
     fit_memory(whole, texts, window=24, rank=2, entries=5400, progress=False)

@@ -70,9 +70,7 @@ def test_training_an_adapter():
 @pytest.mark.parametrize("order", ["remember first", "offload first"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_offloaded_weights(order, tied, tmp_path):
-    """A model whose weights accelerate keeps elsewhere reads and learns as one that has them, and saved memories are
-    its own.
-    """
+    """A model whose weights accelerate keeps elsewhere reads, learns and saves as one that has them."""
     plain = remembering(tie_word_embeddings=tied)
     expected = whole_and_pieces(plain)[0]
     for offload in (lambda x: cpu_offload(x, "cpu"), lambda x: disk_offload(x, tmp_path, "cpu")):
@@ -129,9 +127,7 @@ def test_quantised_weights(tmp_path):
 
 
 def test_defaults():
-    """By default a memory has passages and a window of 1,024; without a fit the value projections of the upper half of
-    the layers but the last learn.
-    """
+    """By default a memory has passages and a window of 1,024; fast weights are on upper values but the last."""
     memory = remember(small_model()).memory
     assert memory.window == 1024 and memory.passages and not memory.fast_weights and not memory.token_list
     model = remember(small_model(num_hidden_layers=6), 12, ("fast_weights",))

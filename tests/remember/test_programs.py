@@ -16,9 +16,7 @@ from titans_hf.remember import MemoryCache, forget, remember
 
 
 def test_a_call_changes_nothing_that_other_threads_read():
-    """While a call computes, the configuration and all flags of the model are what they were before it; an attention
-    function sees its own name, by which some functions look for their kernel.
-    """
+    """While a call computes, configuration and flags stay; an attention function sees its own name."""
     model, seen = small_model(), []
 
     def flags():
@@ -71,9 +69,7 @@ def test_a_forward_of_the_instance():
 
 
 def test_weights_of_inference_mode():
-    """Beside weights that were made or moved under inference_mode no fast weights learn: `remember` says so, not the
-    first chunk. Passages need no gradient.
-    """
+    """Beside weights of inference_mode no fast weights learn: `remember` says so. Passages need no gradient."""
     model = small_model()
     with torch.inference_mode():
         model.float()

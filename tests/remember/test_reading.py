@@ -151,9 +151,7 @@ def test_calls_of_few_tokens(model):
 
 
 def test_a_chunk_is_read_whole_once(monkeypatch):
-    """A call that ends a chunk and has the token after it computes the chunk's tokens in one pass, also where a call
-    before has read some of them.
-    """
+    """A call that ends a chunk computes the chunk's tokens in one pass, also those that were read before."""
     model, lengths = remembering(None), []
     forward = model.memory.forward
     model.memory.forward = lambda *args, **given: lengths.append(given["input_ids"].shape[1]) or forward(*args, **given)
@@ -186,9 +184,7 @@ def test_a_call_that_fails(window):
 
 
 def test_a_cache_that_does_not_fit(model):
-    """A cache that was made for another model is an error, as is one of two rows in a call of four, and one with a list
-    of before the model had more tokens.
-    """
+    """A cache of another model, of other rows, or with a list of fewer tokens is an error."""
     cache = MemoryCache(model)
     with torch.no_grad():
         with pytest.raises(ValueError, match="`MemoryCache"):
@@ -237,9 +233,7 @@ def test_crop(model, read, removed):
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "olmo_hybrid"])
 def test_rows_of_a_cropped_cache(family):
-    """Rows that are taken out of a cropped cache, join it within their first chunk, or begin anew, read as alone, also
-    after a further crop.
-    """
+    """Rows taken out of a cropped cache, joined within their first chunk, or begun anew, read as alone."""
     model = families.small_model(family)
     with families.as_double():
         fast, chosen = families.small_memory(model)
@@ -280,9 +274,7 @@ def test_crop_says_how_far(model):
 
 
 def test_generation(model):
-    """`generate()` of a left-padded batch, with beams, with an assistant and with a cache is that of a row alone, also
-    with ids that go on after what the cache has read.
-    """
+    """`generate()` in every mode is that of a row alone, also with ids that go on after what the cache has read."""
     settings = {"max_new_tokens": 20, "do_sample": False}
     ids, mask = TOKENS[:2, :30].clone(), torch.ones(2, 30, dtype=torch.int64)
     ids[0, :5], mask[0, :5] = 0, 0

@@ -139,9 +139,7 @@ def generate_slowly(model, ids: torch.Tensor, number: int) -> list[int]:
 
 
 def test_generation(model):
-    """`generate()` recalls at the prompt's end and after every 6 own tokens, for each row of a padded batch; assisted
-    decoding, whose rejected tokens are cropped, and a model whose answer stands beside others' make the same tokens.
-    """
+    """`generate()` recalls at the prompt's end and after every 6 own tokens, also padded, drafted and beside others."""
     settings, texts = {"max_new_tokens": 21, "do_sample": False}, (TOKENS[:1, :50], TOKENS[1:2, :38])
     expected = [generate_slowly(model, ids, 21) for ids in texts]
     padded, mask = torch.zeros(2, 50, dtype=torch.int64), torch.ones(2, 50, dtype=torch.int64)
@@ -160,9 +158,7 @@ def test_generation(model):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_no_trace(family, tmp_path):
-    """After an answer, and in a memory saved in the middle of one, the text goes on as if the answer had been read
-    without a passage; the cache that was saved goes on with it.
-    """
+    """After an answer, and in a memory saved within one, the text goes on as if it had been read without a passage."""
     with families.as_double():
         _no_trace(recalling(family=family), tmp_path)
 
@@ -204,9 +200,7 @@ def test_a_row_that_has_read_nothing(model):
 
 @pytest.mark.parametrize("begins_at_the_recall", [False, True])
 def test_crop(model, begins_at_the_recall):
-    """Columns cropped after a recall, or across the next one, leave no trace in what sees the passage, also in a cache
-    that records from the recall on.
-    """
+    """Columns cropped after a recall, or across the next one, leave no trace in what sees the passage."""
     ids = TOKENS[:1]
     for kept in (55, 65, 70):
         cache, expected = MemoryCache(model), MemoryCache(model)

@@ -58,9 +58,7 @@ def repeat_cycle(model, length: int) -> torch.Tensor:
     },
 )
 def test_a_stream_in_pieces_is_the_series(variant, rule, sizes, cycle):
-    """After each piece the forecast and the state are those of the series read at once so far. The place in a cycle is
-    given for the first piece alone.
-    """
+    """After each piece, forecast and state are those of the series read at once so far."""
     model, values = make_model(variant, memory_update_rule=rule, **cycle), make_values()
     place = {"cycle_position": POSITION} if cycle else {}
     outputs = read(model, values, sizes, **place)
@@ -75,9 +73,7 @@ def test_a_stream_in_pieces_is_the_series(variant, rule, sizes, cycle):
 
 @torch.no_grad()
 def test_the_head_gets_the_amplitudes_of_patches():
-    """Where the layers add nothing, the head gets the embeddings of patches as they are: a final norm would give every
-    patch the same length, and no forecast could be linear in the values.
-    """
+    """Where layers add nothing, the head gets embeddings as they are: a final norm would make all of one length."""
     model, embeds = make_model(), make_values(channels=16)
     for parameter in model.model.layers.parameters():
         parameter.zero_()
@@ -110,9 +106,7 @@ def test_normalised_patches():
 
 @in_one_test("unit,level", [*((unit, 0.0) for unit in (1e-30, 1e-5, 1e-3, 1e3, 1e19, 1e30)), (1.0, 1e9), (5.0, 70.0)])
 def test_forecasts_are_in_the_units_of_the_values(unit, level):
-    """The same series in another unit and at another level has the same finite forecast in that unit at that level.
-    The level is taken away in float64 where the values are float64.
-    """
+    """The same series in another unit and at another level has the same forecast in that unit at that level."""
     model, values = make_model().float(), make_values(1, 36, 1)
     dtype = torch.float64 if level else torch.float32
     with torch.no_grad():
@@ -165,9 +159,7 @@ def test_surprise_and_hidden_states_of_patches():
 
 
 def test_generate_reads_its_own_forecast():
-    """A forecast longer than the model's own continues as if its values had been measured; the state is that of the
-    measured ones.
-    """
+    """A longer forecast continues as if its values had been measured; the state is that of the measured ones."""
     model, values = make_model(), make_values()
     result = model.generate(values, prediction_length=27)
     series, parts = values, []
@@ -183,9 +175,7 @@ def test_generate_reads_its_own_forecast():
 
 
 def test_the_cycle_is_subtracted_and_added():
-    """The forecast, of a call and of 27 values, is that of a model without cycle, of the values less their cycle, plus
-    the cycle of what follows.
-    """
+    """A forecast of any length is that of the values less their cycle, plus the cycle of what follows."""
     model, plain, values = make_model(**CYCLE), make_model(), make_values(length=40)
     plain.load_state_dict({name: x for name, x in model.state_dict().items() if name != "cycle.weight"})
     cycle = repeat_cycle(model, 67)
@@ -200,9 +190,7 @@ def test_the_cycle_is_subtracted_and_added():
 
 
 def test_a_cycle_is_learned():
-    """A new model has a cycle of 0 and starts at position 0; each place of each channel that a call covers has a
-    gradient. Fitted to 1, 2, 6, 3, 4, 8 and a rest, a cycle of 3 is -2, -1, 3.
-    """
+    """A new cycle is 0 from position 0 and is learned everywhere; a fitted one is the mean of whole cycles."""
     model, values = TitansForTimeSeriesPrediction(TitansTimeSeriesConfig(**CYCLE)), make_values(length=192).float()
     assert not model.cycle.weight.any()
     with torch.no_grad():
@@ -228,9 +216,7 @@ def test_loss_and_gradients(variant, loss, function):
 
 
 def test_half_precision():
-    """In bfloat16 the forecast keeps the values' dtype and is near float32's. Values in float16 of any size give a
-    finite forecast and loss, those of the same values in float32.
-    """
+    """In bfloat16 the forecast is near float32's; float16 values of any size give the finite forecast of float32."""
     model, values = make_model(dtype=torch.float32), 1000 + 400 * make_values(dtype=torch.float32)
     with torch.no_grad():
         exact = model(past_values=values)
@@ -270,9 +256,7 @@ NAN = torch.full((2, 60, 3), float("nan"))
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit(changes, arguments, message):
-    """Values, states and other arguments that a model does not take raise an error that names them. A state of another
-    model is given by the changes of its config.
-    """
+    """Values, states and other arguments that a model does not take raise an error that names them."""
     values = make_values()
     if "state" in arguments:
         arguments = arguments | {"state": read(make_model(**arguments["state"]), values, [60])[0].state}
