@@ -12,12 +12,6 @@ from titans_hf import TitansCache
 GREEDY = dict(do_sample=False, pad_token_id=0)
 
 
-def recording_cache(model, ids) -> TitansCache:
-    cache = read(model, ids)[1] if ids.shape[1] else TitansCache(model.config)
-    cache.activate_past_recording()
-    return cache
-
-
 def test_what_was_not_recorded_cannot_be_taken_back():
     """crop() beyond the recorded columns raises an error."""
     for variant in VARIANTS:
@@ -40,9 +34,7 @@ def test_what_was_not_recorded_cannot_be_taken_back():
 
 
 def test_recording_ends():
-    """After stop_past_recording() a cache has its size without a record, refuses to go back, resets rows and starts
-    prompts, and reads on as one that never recorded; after a crop it waits for the next token.
-    """
+    """After stop_past_recording() a cache is as one that never recorded; after a crop it waits for the next token."""
     for variant in VARIANTS:
         model, ids = shared_model(variant), make_ids(2, 20)
         cache, plain = TitansCache(model.config), read(model, ids[:, :12])[1]
@@ -69,15 +61,10 @@ def test_assisted_decoding_equals_greedy(variant):
     model = shared_model(variant)
     prompt = make_ids(1, 5).repeat(1, 3)
     expected = model.generate(prompt, max_new_tokens=40, **GREEDY)
-    drafts = {
-        "another": dict(assistant_model=make_model("lmm" if variant == "mag" else "mag", seed=5)),
-        "itself": dict(assistant_model=copy.deepcopy(model)),
-        "lookup": dict(prompt_lookup_num_tokens=5),
-    }
-    for name, settings in drafts.items():
+    assistants = make_model("lmm" if variant == "mag" else "mag", seed=5), copy.deepcopy(model)
+    for settings in (*({"assistant_model": x} for x in assistants), {"prompt_lookup_num_tokens": 5}):
         answer = model.generate(prompt, max_new_tokens=40, return_dict_in_generate=True, **settings, **GREEDY)
-        assert torch.equal(answer.sequences, expected), name
-    # The returned cache can be read on with as if nothing had been drafted.
+        assert torch.equal(answer.sequences, expected), settings
     read_already = answer.cache.get_seq_length()
     later = torch.cat([expected[:, read_already:], make_ids(1, 9, seed=3)], 1)
     whole = torch.cat([expected[:, :read_already], later], 1)
@@ -86,13 +73,14 @@ def test_assisted_decoding_equals_greedy(variant):
 
 @covering(1, {"variant": ATTENTIONS, "before": [0, 3, 21], "learning": [(True, True, True), (True, False, True)]})
 def test_crop_goes_back_to_any_column(variant, before, learning):
-    """After crop() of 1 to 17 recorded columns, and of some that were read after them, reading on gives the logits of
-    never having read them. Columns are read again with learning on or off as they were read.
-    """
+    """After crop() of 1 to 17 recorded columns, read with learning on or off, and of later ones, no trace is left."""
     model, ids, more = make_model(variant), make_ids(2, before + 17), make_ids(2, 9, seed=1)
 
-    def read_on(cache: TitansCache, num_columns: int) -> TitansCache:
-        """Reads columns after `before` in three calls, each with learning on or off."""
+    def read_on(num_columns: int, recording: bool) -> TitansCache:
+        """Reads `before` and then columns in three calls, each with learning on or off."""
+        cache = read(model, ids[:, :before])[1] if before else TitansCache(model.config)
+        if recording:
+            cache.activate_past_recording()
         for first, end, learns in zip((0, 4, 5), (4, 5, 17), learning, strict=True):
             if first < num_columns:
                 model.set_memory_learning(learns)
@@ -101,12 +89,11 @@ def test_crop_goes_back_to_any_column(variant, before, learning):
         return cache
 
     for removed in range(1, 18):
-        cache = read_on(recording_cache(model, ids[:, :before]), 17)
+        cache = read_on(17, True)
         cache.crop(-removed)
         kept = before + 17 - removed
         assert cache.get_seq_length() == kept and cache.is_initialized == (kept > 0)
-        plain = read(model, ids[:, :before])[1] if before else TitansCache(model.config)
-        expected = read(model, more, None, read_on(plain, 17 - removed))[0]
+        expected = read(model, more, None, read_on(17 - removed, False))[0]
         assert_same(read(model, more, [1, 5, 3], cache)[0], expected)
         cache.crop(-4)
         assert_same(read(model, more[:, 5:], None, cache)[0], expected[:, 5:])

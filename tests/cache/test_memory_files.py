@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import VARIANTS, make_ids, make_model, read, shared_model
+from common import VARIANTS, make_model, read, shared_model
 from covering import covering
 from memory_folders import IDS, assert_equal, names, saved
 
@@ -47,17 +47,6 @@ def test_what_a_cache_can_be(tmp_path):
     for x in (cache, loaded):
         x.crop(0)
     assert torch.equal(read(model, IDS[:, 17:], cache=loaded)[0], read(model, IDS[:, 17:], cache=cache)[0])
-
-
-def test_a_file_is_of_one_size(tmp_path):
-    """A memory's file has one size for texts of any length, and replaces the one before."""
-    model, sizes = shared_model("mag"), []
-    for length in (21, 421):
-        read(model, make_ids(1, length))[1].save_pretrained(tmp_path, model)
-        (file,) = tmp_path.glob("*.safetensors")  # and that before it is gone
-        sizes.append(file.stat().st_size)
-    assert sizes[0] == sizes[1]
-    assert names(tmp_path) == {"memory.json", file.name}
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells what is mapped on Linux alone")

@@ -43,7 +43,7 @@ def test_concurrent_saves(tmp_path):
     memories = [memory_of(i) for i in range(2)]
     for folder in folders:
         cache = TitansCache.from_pretrained(folder, shared_model("mag"))
-        same = [torch.equal(cache.layers[0].state.conv_state, memory.layers[0].state.conv_state) for memory in memories]
+        same = [torch.equal(cache.layers[0].state.conv_state, x.layers[0].state.conv_state) for x in memories]
         assert_equal(cache, memories[same.index(True)])
         assert len(names(folder)) == 2
 

@@ -12,17 +12,14 @@ from common import FORMS, PAPER, VARIANTS, assert_same, full_logits, make_ids, m
 
 from titans_hf import TitansCache
 
-NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 12, 14, 4
-NUM_SLOW = 3  # the first of the programs is fast, two are slow, and the others are long
+NUM_OPERATIONS, MAX_ROWS = 14, 4
+SEEDS = [(), *[pytest.mark.slow] * 2, *[pytest.mark.long] * 9]
 CHANGES = {"": {}, "+delta": FORMS["delta"], "+paper": PAPER}
-PROGRAMS = list(itertools.product(VARIANTS, CHANGES))
 
 
 class Program:
-    """A cache and the columns it should have read. `rows`: per row since its reset, (id, starts a document, is learned)
-    or None at padding. `num_columns`: that the cache counts. `num_removable`: that crop() can remove. `was_cropped`:
-    crop() removed some since the last read.
-    """
+    """A cache and the columns it should have read: per row since its reset, (id, starts a document, is learned), or
+    None at padding; and of these the number that crop() can remove, unless it removed some since the last read."""
 
     def __init__(self, variant: str, changes: str, seed: int, folder):
         self.folder, self.random = folder, random.Random(f"{variant}{changes} {seed}")
@@ -32,20 +29,10 @@ class Program:
         self.recording, self.num_columns, self.num_removable, self.was_cropped = False, 0, 0, False
 
     def run(self) -> None:
-        operations = [
-            self.reset,
-            self.reorder,
-            self.select,
-            self.repeat,
-            self.append,
-            self.branch,
-            self.record,
-            self.crop,
-            self.file,
-        ]
+        names = "reset reorder select repeat append branch record crop file".split()
         self.read()
         for _ in range(NUM_OPERATIONS):
-            operation = self.read if self.random.random() < 0.4 else self.random.choice(operations)
+            operation = self.read if self.random.random() < 0.4 else getattr(self, self.random.choice(names))
             print(operation.__name__, len(self.rows), self.recording, self.num_removable)  # shown if it fails
             operation()
             self.check_counts()
@@ -201,15 +188,9 @@ class Program:
         self.cache = TitansCache.from_pretrained(self.folder, self.model, compileable=compileable)
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        0,
-        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, NUM_SLOW)),
-        *(pytest.param(seed, marks=pytest.mark.long) for seed in range(NUM_SLOW, NUM_PROGRAMS)),
-    ],
-)
-@pytest.mark.parametrize("variant,changes", PROGRAMS)
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=x) for i, x in enumerate(SEEDS)])
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_random_programs(variant, changes, seed, tmp_path):
     """Every row has its own logits after reads, documents, resets, selections, copies, crops and files in any order."""
     Program(variant, changes, seed, tmp_path).run()
@@ -220,27 +201,19 @@ def test_four_threads_generate(variant):
     """Threads that share a model and its starting memory generate what each does alone, in every mode."""
     model = make_model(variant)
     model.start_from(read(model, make_ids(1, 21))[1])
-    common = dict(max_new_tokens=12, pad_token_id=0)
-    modes = [
-        dict(do_sample=False),
-        dict(num_beams=3, do_sample=False),
-        dict(do_sample=False, prompt_lookup_num_tokens=3),
-        dict(do_sample=False, prefill_chunk_size=4),
-    ]
-    jobs = [(make_ids(1, 9 + i, seed=i).repeat(1, 2), common | modes[i % 4]) for i in range(10)]
-
-    def generate(job):
-        return model.generate(job[0], **job[1])
-
-    alone = list(map(generate, jobs))
+    modes = [{}, dict(num_beams=3), dict(prompt_lookup_num_tokens=3), dict(prefill_chunk_size=4)]
     start = threading.Barrier(4)
+
+    def generate(i):
+        ids = make_ids(1, 9 + i, seed=i).repeat(1, 2)
+        return model.generate(ids, max_new_tokens=12, pad_token_id=0, do_sample=False, **modes[i % 4])
 
     def work(part):
         start.wait()
-        return [generate(jobs[i]) for i in range(part, 10, 4)]
+        return [generate(i) for i in range(part, 10, 4)]
 
+    alone = list(map(generate, range(10)))
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(work, range(4)))
-    for i, sequences in enumerate(alone):
-        assert torch.equal(together[i % 4][i // 4], sequences)
+    assert all(torch.equal(together[i % 4][i // 4], sequences) for i, sequences in enumerate(alone))
     assert not model._forward_hooks

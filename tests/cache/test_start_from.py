@@ -1,36 +1,15 @@
 """model.start_from(cache): every generate() starts from the memory and leaves it unchanged."""
 
 import copy
-from typing import NamedTuple
 
 import pytest
 import torch
 from common import ATTENTIONS, assert_same_cache, left_pad, make_ids, make_model, read, tensors
 
-from titans_hf import TitansCache, TitansForCausalLM
+from titans_hf import TitansCache
 
 GREEDY = dict(max_new_tokens=9, do_sample=False)
 TEXT = make_ids(1, 30)
-
-
-@pytest.fixture(params=ATTENTIONS)
-def model(request):
-    return make_model(request.param)
-
-
-class Started(NamedTuple):
-    """The model after start_from, the cache, and an untouched copy of it."""
-
-    model: TitansForCausalLM
-    cache: TitansCache
-    before: TitansCache
-
-
-@pytest.fixture
-def started(model) -> Started:
-    cache = read(model, TEXT)[1]
-    model.start_from(cache)
-    return Started(model, cache, copy.deepcopy(cache))
 
 
 def expected(model, prompt, **options):
@@ -40,9 +19,12 @@ def expected(model, prompt, **options):
     return plain.generate(torch.cat([TEXT, prompt], dim=1), **GREEDY, **options)[:, TEXT.shape[1] :]
 
 
-def test_prompts_follow_the_text_of_the_memory(started):
+@pytest.mark.parametrize("variant", ATTENTIONS)
+def test_prompts_follow_the_text_of_the_memory(variant):
     """Each prompt, alone, padded, with beams or drafts, is continued as after the memory's text, repeatedly."""
-    model, cache, before = started
+    model = make_model(variant)
+    cache, before = (read(model, TEXT)[1] for _ in range(2))
+    model.start_from(cache)
     prompts = [make_ids(1, 12, seed=1), make_ids(1, 5, seed=2)]
     wanted = [expected(model, prompt) for prompt in prompts]
     for _ in range(2):

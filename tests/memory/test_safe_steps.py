@@ -38,7 +38,7 @@ def adversarial_tokens(length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_all(config: TitansConfig, length: int, dtype: torch.dtype, eta: float):
-    """Reads the tokens with the largest steps and without forgetting: the output, the keys, and the state."""
+    """Reads the tokens with the largest steps and without forgetting: the output and the keys."""
     torch.manual_seed(0)
     memory = NeuralMemory(config).double()
     keys, values = (x.to(dtype) for x in adversarial_tokens(length))
@@ -49,54 +49,22 @@ def read_all(config: TitansConfig, length: int, dtype: torch.dtype, eta: float):
     log_eta = torch.full_like(theta, eta).log() if config.memory_momentum else None
     inputs = MemoryInputs(keys, keys, values, theta, log_eta, torch.zeros_like(theta))
     output = memorize(inputs, state, memory.rule, chunk_size=config.memory_chunk_size, decay_target=weights)
-    return output.retrieved, keys, output.state
+    return output.retrieved, keys
 
 
-def make_config(rule: str, depth: int, momentum: bool, chunk_size: int = 16) -> TitansConfig:
-    settings = dict(memory_update_rule=rule, memory_depth=depth, memory_momentum=momentum)
-    return TitansConfig(
-        variant="lmm",
-        hidden_size=SIZE,
-        memory_num_heads=1,
-        memory_expansion=2,
-        memory_chunk_size=chunk_size,
-        **settings,
-    )
-
-
-FORMS = [(rule, momentum) for rule in ("chunk", "delta") for momentum in (False, True)]
-
-
-def largest_eta(rule: str) -> float:
-    return 0.9 if rule == "chunk" else LARGEST_ETA_OF_DELTA_RULE
-
-
-@pytest.mark.parametrize("rule,momentum", FORMS)
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize("rule,eta", [("chunk", 0.9), ("delta", LARGEST_ETA_OF_DELTA_RULE)])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_gradients_and_rounding_do_not_grow(depth, rule, momentum):
+def test_gradients_and_rounding_do_not_grow(depth, rule, eta, momentum):
     """After 768 tokens with repeated keys gradients stay below 30; with steps that overshoot they reach 1e3 to 1e17."""
-    config, eta = make_config(rule, depth, momentum), largest_eta(rule)
-    retrieved, keys, _ = read_all(config, 768, torch.float64, eta)
-    direction = torch.randn(
-        retrieved[:, :, -64:].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
+    settings = dict(memory_update_rule=rule, memory_depth=depth, memory_momentum=momentum, memory_chunk_size=16)
+    config = TitansConfig(variant="lmm", hidden_size=SIZE, memory_num_heads=1, memory_expansion=2, **settings)
+    retrieved, keys = read_all(config, 768, torch.float64, eta)
+    late = retrieved[:, :, -64:]
+    direction = torch.randn(late.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     direction /= direction.flatten(1).norm(dim=1)[:, None, None, None]
-    (gradient,) = torch.autograd.grad((retrieved[:, :, -64:] * direction).sum(), keys)
-    assert gradient.flatten(1).norm(dim=1).max() < 30
+    (gradient,) = torch.autograd.grad((late * direction).sum(), keys)
+    assert gradient.flatten(1).norm(dim=1).max() < 30 and retrieved.norm(dim=-1).max() < 10
     with torch.no_grad():
-        rounded, _, _ = read_all(config, 768, torch.float32, eta)
+        rounded, _ = read_all(config, 768, torch.float32, eta)
     assert (rounded - retrieved).norm(dim=-1).max() < 1e-3 * retrieved.norm(dim=-1).max()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule,momentum", FORMS)
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-@torch.no_grad()
-def test_nothing_blows_up_in_20000_tokens(depth, rule, momentum):
-    """With the default step, a memory that forgets nothing returns at most ten times the length of a value after 20,000
-    tokens in which keys repeat.
-    """
-    config = make_config(rule, depth, momentum, chunk_size=64)
-    retrieved, _, state = read_all(config, 20_000, torch.float32, largest_eta(rule))
-    assert retrieved.norm(dim=-1).max() < 10
-    assert max(x.abs().max() for x in state.weights) < 30

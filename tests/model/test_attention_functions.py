@@ -12,27 +12,16 @@ FORMS = {"added": (eager_attention_forward, eager_mask), "boolean": (sdpa_attent
 VARIANTS = ("mac", "mag", "mal")
 
 
-@pytest.fixture
-def register():
-    """Registers implementations until the test ends."""
-    names = []
-
-    def register(name: str, attention, mask) -> str:
-        AttentionInterface.register(name, attention)
-        if mask is not None:
-            AttentionMaskInterface.register(name, mask)
-        names.append(name)
-        return name
-
-    yield register
-    for name in names:
-        for interface in (AttentionInterface, AttentionMaskInterface):
-            interface._global_mapping.pop(name, None)
+def register(name: str, attention, mask) -> str:
+    AttentionInterface.register(name, attention)
+    if mask is not None:
+        AttentionMaskInterface.register(name, mask)
+    return name
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_registered_function_gets_its_form_of_masks_and_arguments(variant, form, register):
+def test_a_registered_function_gets_its_form_of_masks_and_arguments(variant, form):
     """An implementation gets masks in its form, and in every call the keywords that the model does not read."""
     (function, mask), found = FORMS[form], []
 
@@ -40,7 +29,7 @@ def test_a_registered_function_gets_its_form_of_masks_and_arguments(variant, for
         found.append(softcap)
         return function(*args, **kwargs)
 
-    ids, model = make_ids(2, 40), make_model(variant, attention=register("registered", attention, mask))
+    ids, model = make_ids(2, 40), make_model(variant, attention=register(form, attention, mask))
     tolerance = 1e-4 if form == "added" else 1e-10  # that softmax is in float32
     assert_same(full_logits(model, ids), full_logits(make_model(variant), ids), tolerance)
     found.clear()
@@ -50,9 +39,9 @@ def test_a_registered_function_gets_its_form_of_masks_and_arguments(variant, for
 
 
 @pytest.mark.parametrize("mask", [None, flash_attention_mask])
-def test_an_implementation_without_masks_is_refused(mask, register):
+def test_an_implementation_without_masks_is_refused(mask):
     """An implementation that is registered without a form of masks raises an error."""
-    model = make_model("mag", attention=register("registered", eager_attention_forward, mask))
+    model = make_model("mag", attention=register("alone" if mask is None else "another", eager_attention_forward, mask))
     with pytest.raises(ValueError, match="must be registered with `eager_mask` or `sdpa_mask`"):
         model(make_ids(1, 9))
     assert torch.isfinite(full_logits(make_model("mag"), make_ids(1, 9))).all()

@@ -1,7 +1,5 @@
 """Transformers' heads on a Titans body, resized vocabularies, embeddings as input, and recorded states."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from common import ATTENTIONS, assert_same, left_pad, make_config, make_ids, redraw
@@ -29,21 +27,12 @@ def answers(output) -> torch.Tensor:
     return output.logits
 
 
-class PaddedBatch(NamedTuple):
-    """rows: ids (T,) of each row, without the padding token 0; ids and mask (B, T) of all of them, padded."""
-
-    rows: list[torch.Tensor]
-    ids: torch.Tensor
-    mask: torch.Tensor
-
-
-def padded_batch(side: str) -> PaddedBatch:
-    """Returns rows of several lengths, padded on one side."""
+def padded_batch(side: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Returns rows (T,) of several lengths without the padding token 0, and ids and mask (B, T), padded on one side."""
     rows = [1 + make_ids(n, seed=n, vocab_size=49) for n in LENGTHS]
     if side == "left":
-        return PaddedBatch(rows, *left_pad(rows))
-    ids, mask = (x.flip(-1) for x in left_pad([row.flip(0) for row in rows]))
-    return PaddedBatch(rows, ids, mask)
+        return rows, *left_pad(rows)
+    return rows, *(x.flip(-1) for x in left_pad([row.flip(0) for row in rows]))
 
 
 @covering(

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 from common import ATTENTIONS, PAPER, make_config
 from covering import covering
@@ -116,20 +117,14 @@ def test_a_new_model_predicts_at_chance_and_its_gradients_are_alike(variant, cha
     assert lengths[longest] < 30 * lengths["lm_head.weight"], f"{longest}: {lengths[longest]:.2g}"
 
 
-def later_token_rank(start: str) -> float:
-    """Returns the median rank, of 200 tokens, of the token that has followed, when a new layer reads 40 again."""
+@pytest.mark.parametrize("start", ["recall", "random"])
+def test_a_new_memory_that_starts_with_recall_retrieves_what_it_stored(start):
+    """A new layer's output points at the token that followed; that of random weights ranks it at chance (100)."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_config("lmm", **RECALL, memory_start=start))
-    memory, embeddings = model.model.layers[0].mixer.memory, torch.randn(200, 128)
-    ids = torch.randperm(200)[:40]
-    retrieved = memory(embeddings[torch.cat([ids, ids])][None])[0][0, 40:-1]
+    form = dict(memory_form="delta", hidden_size=128, memory_num_heads=1, memory_start=start)
+    model = AutoModelForCausalLM.from_config(make_config("lmm", **form))
+    embeddings, ids = torch.randn(200, 128), torch.randperm(200)[:40]
+    retrieved = model.model.layers[0].mixer.memory(embeddings[torch.cat([ids, ids])][None])[0][0, 40:-1]
     scores = retrieved @ embeddings.T
-    return (scores > scores.gather(1, ids[1:, None])).sum(1).float().median().item()
-
-
-RECALL = dict(memory_form="delta", hidden_size=128, memory_num_heads=1)
-
-
-def test_a_new_memory_that_starts_with_recall_retrieves_what_it_stored():
-    """Its output points at the token that followed. Random weights rank this token at chance (100)."""
-    assert later_token_rank("recall") < 40 < 80 < later_token_rank("random")
+    rank = (scores > scores.gather(1, ids[1:, None])).sum(1).float().median()
+    assert rank < 40 if start == "recall" else rank > 80

@@ -1,4 +1,4 @@
-"""One model, in float64: logits are independent of how a sequence is split into calls, and of later tokens."""
+"""One model, in float64: logits are independent of how a sequence is split into calls, and so of later tokens."""
 
 import pytest
 import torch
@@ -47,19 +47,6 @@ def test_float32_is_close(variant, pieces):
     logits, _ = read(model, ids, pieces)
     assert logits.dtype == torch.float32
     assert_same(logits.double(), full_logits(shared_model(variant), ids), 1e-4)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_no_logit_depends_on_a_later_token(variant):
-    """Changing a token changes the logits from it on, and no earlier one."""
-    model, ids = shared_model(variant), make_ids(1, 40)
-    whole = full_logits(model, ids)
-    for changed in (0, 1, 3, 4, 7, 8, 9, 12, 15, 16, 23, 31, 38, 39):
-        other = ids.clone()
-        other[0, changed] = (ids[0, changed] + 7) % 50
-        difference = (full_logits(model, other) - whole).abs().amax(-1)[0]
-        assert (difference[:changed] < 1e-10).all()
-        assert (difference[changed:] > 1e-6).all()
 
 
 @pytest.mark.slow

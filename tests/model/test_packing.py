@@ -42,8 +42,7 @@ def test_documents_are_what_they_are_alone(variant, way):
 def test_gradients(variant, checkpointing, changes):
     """Gradients of packed documents equal the sum of each document's."""
     packed, alone = (make_model(variant, **changes) for _ in range(2))
-    rows = documents()
-    ids = torch.cat(rows)[None]
+    ids = torch.cat(rows := documents())[None]
     directions = torch.randn(ids.shape[1], 50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     packed.train()
     if checkpointing:
