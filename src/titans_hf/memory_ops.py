@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,32 +67,59 @@ def compile_chunks(**options) -> None:
     _compiled = GroupFunctions(*(torch.compile(fn, dynamic=False, **options) for fn in GROUP_FUNCTIONS))
 
 
-# The inputs (N, T, ...) of a scan, the state before them, and one decay target per layer (none for 0).
+# The inputs of a scan, the state before them, and one decay target per layer (none for 0).
 ScanArguments = tuple[MemoryInputs, MemoryState, tuple[Tensor, ...]]
-
-
+Way = Literal["features", "read", "token", "kernel", "chunks", "chunks by hand", "chunks again"]
 # A group of consecutive chunks of equal size: their number, their tokens, the functions that compute them, and (number
 # of chunks, N) bool, True where a non-empty chunk starts in this call; None for everywhere. A chunk that started in an
 # earlier call keeps its anchor.
 Group = tuple[int, int, GroupFunctions, Tensor | None]
 
 
+def choose_way(arguments: ScanArguments, rule: UpdateRule, grid: TokenGrid, kernel: str, updates: bool) -> Way:
+    """Returns how `memorize_on_grid` computes its results: as a linear memory of features, without an update, by the
+    equations of one token, by fla's kernel, or in chunks. Chunks have no backward, or a compiler's; a backward by hand;
+    or autograd's, which computes each group again.
+    """
+    inputs, state, _ = arguments
+    if rule.fixes_hidden_layers and len(state.weights) > 1:
+        return "features"
+    if not updates:
+        return "read"
+    if grid.is_single_token:
+        return "token"
+    if not grid.needs_surprise and choose_kernel(kernel, inputs, state, rule) is not None:
+        return "kernel"
+    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(arguments))
+    if torch.compiler.is_compiling() or not needs_gradients:
+        return "chunks"
+    return "chunks again" if rule.network == "residual" or inputs.has_gates_per_layer else "chunks by hand"
+
+
+def choose_functions(way: Way, device: torch.device, kernel: str) -> GroupFunctions:
+    """Returns the functions of full chunks: as they are, compiled, or as graphs."""
+    if torch.compiler.is_compiling() or way == "chunks again":
+        return GROUP_FUNCTIONS
+    if _compiled is not None:
+        return _compiled
+    return GRAPHS if kernel == "auto" and device.type in RECORDINGS else GROUP_FUNCTIONS
+
+
 def groups_of_chunks(
-    num_tokens: int,
-    chunk_size: int,
-    chunk_starts: Tensor | None,
-    group_size: int,
-    functions: GroupFunctions,
+    inputs: MemoryInputs, chunk_size: int, chunk_starts: Tensor | None, functions: GroupFunctions
 ) -> list[Group]:
-    """Returns the groups of chunks in which T tokens are read: groups of `group_size` chunks, a group of the remaining
-    full chunks, and the last chunk if it is shorter.
+    """Returns the groups of chunks in which T tokens are read: groups of equal size, a group of the remaining full
+    chunks, and the last chunk if it is shorter.
 
     functions: for groups of full chunks. So that few shapes are compiled, a compiled group of the remaining chunks has
     one of them; so that few are recorded, one that is recorded has a power of two.
     """
-    num_chunks, rest = num_tokens // chunk_size, num_tokens % chunk_size
-    left, is_compiled = num_chunks % group_size, functions is _compiled
-    numbers = [group_size] * (num_chunks // group_size)
+    size, is_compiled = GROUP_SIZES.get(inputs.keys.device.type, 4), functions is _compiled
+    num_chunks, rest = inputs.keys.shape[1] // chunk_size, inputs.keys.shape[1] % chunk_size
+    if size > 4 and not torch.compiler.is_compiling():
+        bytes_of_chunk = len(inputs.keys) * chunk_size**2 * inputs.keys.element_size()
+        size = min(size, max(4, GROUP_BYTES // max(1, bytes_of_chunk)))
+    left, numbers = num_chunks % size, [size] * (num_chunks // size)
     if is_compiled:
         numbers += [1] * left
     elif functions is GRAPHS:
@@ -156,43 +183,26 @@ def memorize_on_grid(
     updates: False to read the memory only.
     """
     _check(inputs, state, rule)
-    options = dict(chunk_size=chunk_size, kernel=kernel, updates=updates)
-    if rule.fixes_hidden_layers and len(state.weights) > 1:
-        return _memorize_features(inputs, state, rule, grid, decay_target=decay_target[-1:], **options)
-    is_single, compiling = grid.is_single_token, torch.compiler.is_compiling()
-    if not updates:
-        return read_constant_memory(inputs, state, rule, chunk_size, grid)
     if not rule.needs_anchor(len(state.weights)):
         state = replace(state, anchor=())
-    if not (is_single or grid.needs_surprise):
-        chunk_comba = choose_kernel(kernel, inputs, state, rule)
-        if chunk_comba is not None:
-            return memorize_by_kernel(chunk_comba, inputs, state, grid, decay_target)
-    if is_single:
-        return _memorize_token(inputs, state, decay_target, chunk_size, rule, grid)
-    rows_and_heads = inputs.inner_lr.shape[:2]
+    match way := choose_way((inputs, state, decay_target), rule, grid, kernel, updates):
+        case "features":
+            options = dict(decay_target=decay_target[-1:], chunk_size=chunk_size, kernel=kernel, updates=updates)
+            return _memorize_features(inputs, state, rule, grid, **options)
+        case "read":
+            return read_constant_memory(inputs, state, rule, chunk_size, grid)
+        case "token":
+            return _memorize_token(inputs, state, decay_target, chunk_size, rule, grid)
+        case "kernel":
+            return memorize_by_kernel(choose_kernel(kernel, inputs, state, rule), inputs, state, grid, decay_target)
     arguments, chunk_starts = _scan_arguments(inputs, state, decay_target, grid, chunk_size)
-    by_hand = rule.network == "mlp" and not inputs.has_gates_per_layer  # the backward
-    needs_backward = not compiling and _needs_gradients(arguments)  # a compiler makes its own backward
-    functions, device = GROUP_FUNCTIONS, inputs.keys.device.type
-    if by_hand and not compiling and _compiled is not None:
-        functions = _compiled
-    elif kernel == "auto" and device in RECORDINGS and not compiling and (by_hand or not needs_backward):
-        functions = GRAPHS
-    group_size = GROUP_SIZES.get(device, 4)
-    if group_size > 4 and not compiling:
-        bytes_of_chunk = rows_and_heads.numel() * chunk_size**2 * inputs.keys.element_size()
-        group_size = min(group_size, max(4, GROUP_BYTES // max(1, bytes_of_chunk)))
-    groups = groups_of_chunks(grid.num_slots, chunk_size, chunk_starts, group_size, functions)
-    scan = (groups, rule, grid.needs_surprise)
-    if needs_backward and by_hand:
-        retrieved, surprise, *after = _ChunkScan.apply(*scan, _form(arguments), *tensors_of(arguments))
-        output = MemorizeOutput(retrieved, surprise, with_tensors(arguments[1], after))
-    else:
-        output = scan_chunks(*scan, arguments, recomputes=needs_backward)
-    retrieved, surprise, after = map_tensors(lambda x: x.unflatten(0, rows_and_heads), output)
-    after = replace(after, num_seen=state.num_seen + grid.row_ends - grid.row_starts)
-    return MemorizeOutput(retrieved, None if surprise is None else surprise.detach(), after)
+    functions = choose_functions(way, inputs.keys.device, kernel)
+    groups = groups_of_chunks(arguments[0], chunk_size, chunk_starts, functions)
+    scan = ChunkScan.apply if way == "chunks by hand" else ChunkScan.forward
+    results = scan(groups, rule, grid.needs_surprise, way, [], _form(arguments), *tensors_of(arguments))
+    results = [None if x is None else x.unflatten(0, inputs.inner_lr.shape[:2]) for x in results]
+    after = replace(with_tensors(arguments[1], results[2:]), num_seen=state.num_seen + grid.row_ends - grid.row_starts)
+    return MemorizeOutput(results[0], None if results[1] is None else results[1].detach(), after)
 
 
 def _memorize_features(
@@ -323,49 +333,9 @@ def _memorize_token(
     return MemorizeOutput(retrieved, surprise, after)
 
 
-def _needs_gradients(tree: Any) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(tree))
-
-
 def _of_layers(gate: Tensor, inputs: MemoryInputs, depth: int) -> tuple[Tensor, ...]:
     """Returns a gate of one token for each layer of the memory network, (B, H, 1, 1)."""
     return gate.split(1, dim=-1) if inputs.has_gates_per_layer else (gate[..., None],) * depth
-
-
-def scan_chunks(
-    groups: Sequence[Group],
-    rule: UpdateRule,
-    needs_surprise: bool,
-    arguments: ScanArguments,
-    kept: list[tuple[MemoryInputs, MemoryState | GroupStates]] | None = None,
-    recomputes: bool = False,
-) -> MemorizeOutput:
-    """Updates and reads the memory, group of chunks after group. The surprise is None unless it is needed. Appends to
-    `kept` what the backward of each group starts with: its inputs, and the states at the starts of its chunks, or at
-    its own start.
-
-    recomputes: keep only the state at each group's start for autograd, and recompute the group in the backward; for
-    memories whose backward is not written by hand.
-    """
-    (inputs, state, decay_target), retrieved, surprise = arguments, [], []
-    keeps_all = kept is not None and _keeps_all_states(state, inputs, groups[0][1])
-    for (num_chunks, _, functions, starts), tokens in zip(groups, _split_inputs(inputs, groups), strict=True):
-        state = with_anchor(state, None if starts is None else starts[0])
-        forward = functions.forward
-        if recomputes:
-            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-        output, states = forward(tokens, state, decay_target, starts, rule, needs_surprise)
-        if kept is not None:
-            kept.append((tokens, states if keeps_all else state))
-        retrieved += unstack(output.retrieved, num_chunks)
-        surprise += unstack(output.surprise, num_chunks)
-        state = output.state
-    return MemorizeOutput(_join(retrieved), _join(surprise) if needs_surprise else None, state)
-
-
-def _keeps_all_states(state: MemoryState, inputs: MemoryInputs, chunk_size: int) -> bool:
-    of_states = sum(x.numel() for x in (*state.weights, *state.momentum)) * inputs.keys.shape[1] / chunk_size
-    return of_states <= KEPT_BYTES * 3 * inputs.keys.numel()
 
 
 def _form(tree: Any) -> Any:
@@ -374,22 +344,54 @@ def _form(tree: Any) -> Any:
     return map_tensors(lambda _: nothing, tree)
 
 
-class _ChunkScan(torch.autograd.Function):
+class ChunkScan(torch.autograd.Function):
+    """The scan over groups of chunks, with its backward by hand; `forward` alone has none, or autograd's."""
+
     @staticmethod
     def forward(
-        ctx, groups: Sequence[Group], rule: UpdateRule, needs_surprise: bool, form: ScanArguments, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        (inputs, state, decay_target), kept = with_tensors(form, tensors), []
-        detached = map_tensors(Tensor.detach, (inputs, state, decay_target))
-        output = scan_chunks(groups, rule, needs_surprise, detached, kept)
-        if output.surprise is not None:
-            ctx.mark_non_differentiable(output.surprise)
+        groups: Sequence[Group],
+        rule: UpdateRule,
+        needs_surprise: bool,
+        way: Way,
+        kept: list[tuple[MemoryInputs, MemoryState | GroupStates]],
+        form: ScanArguments,
+        *tensors: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """Updates and reads the memory, group of chunks after group, with the arguments of a scan as their form and
+        their tensors. Returns the retrieved values, the surprise (None unless it is needed), and the tensors of the
+        state. For a backward by hand, appends to `kept` what that of each group starts with: its inputs, and the states
+        at the starts of its chunks, or at its own start.
+        """
+        by_hand, recomputes = (way == x for x in ("chunks by hand", "chunks again"))
+        tensors = map(Tensor.detach, tensors) if by_hand else tensors
+        (inputs, state, decay_target), retrieved, surprise = with_tensors(form, tensors), [], []
+        of_states = sum(x.numel() for x in (*state.weights, *state.momentum)) * inputs.keys.shape[1] / groups[0][1]
+        keeps_all = of_states <= KEPT_BYTES * 3 * inputs.keys.numel()
+        parts = zip(*(_split(x, groups) for x in tensors_of(inputs)), strict=True)
+        for (num_chunks, _, functions, starts), part in zip(groups, parts, strict=True):
+            tokens = with_tensors(inputs, part)
+            state = with_anchor(state, None if starts is None else starts[0])
+            forward = functions.forward
+            if recomputes:
+                forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+            output, states = forward(tokens, state, decay_target, starts, rule, needs_surprise)
+            if by_hand:
+                kept.append((tokens, states if keeps_all else state))
+            retrieved += unstack(output.retrieved, num_chunks)
+            surprise += unstack(output.surprise, num_chunks)
+            state = output.state
+        return _join(retrieved), _join(surprise) if needs_surprise else None, *tensors_of(state)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        ctx.groups, ctx.rule, _, _, kept, form, *tensors = inputs
+        _, state, decay_target = with_tensors(form, tensors)
+        if output[1] is not None:
+            ctx.mark_non_differentiable(output[1])
         saved = (tuple(kept), decay_target)
-        ctx.groups, ctx.rule, ctx.form = groups, rule, _form(saved)
-        ctx.of_state = map_tensors(partial(torch.empty_like, device="meta"), state)
+        ctx.form, ctx.of_state = _form(saved), map_tensors(partial(torch.empty_like, device="meta"), state)
         ctx.save_for_backward(*tensors_of(saved))
         ctx.set_materialize_grads(False)
-        return output.retrieved, output.surprise, *tensors_of(output.state)
 
     @staticmethod
     @once_differentiable
@@ -417,7 +419,7 @@ class _ChunkScan(torch.autograd.Function):
                     grads = replace(grads, anchor=zeros)
         joined = zip(inputs, zip(*grad_inputs, strict=True), strict=True)
         joined = [None if parts[0] is None else _join(parts) for x, parts in joined if x is not None]
-        return *(None,) * 4, *joined, *tensors_of(grads), *grad_target
+        return *(None,) * 6, *joined, *tensors_of(grads), *grad_target
 
 
 def _split(x: Tensor, groups: Sequence[Group]) -> list[Tensor]:
@@ -429,11 +431,6 @@ def _split(x: Tensor, groups: Sequence[Group]) -> list[Tensor]:
     sizes = [(num_chunks, chunk_size) for num_chunks, chunk_size, *_ in groups]
     parts = x.split([num_chunks * chunk_size for num_chunks, chunk_size in sizes], dim=1)
     return [part.unflatten(1, size).transpose(0, 1).contiguous() for part, size in zip(parts, sizes, strict=True)]
-
-
-def _split_inputs(inputs: MemoryInputs, groups: Sequence[Group]) -> list[MemoryInputs]:
-    parts = zip(*(_split(x, groups) for x in tensors_of(inputs)), strict=True)
-    return [with_tensors(inputs, part) for part in parts]
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

@@ -140,7 +140,8 @@ class TitansPreTrainedModel(PreTrainedModel):
     def compile_memory(self, **options) -> None:
         """Compiles the memory's update, forward and backward, with four full chunks and with one, at its next use: for
         all Titans models of the process and any sequence length, once per chunk size and product of rows and heads. It
-        has no effect with `memory_network="residual"` or `memory_gates="layer"`, whose backward is autograd's.
+        has no effect in training with `memory_network="residual"` or `memory_gates="layer"`, whose backward is
+        autograd's.
 
         `torch.compile(model)` compiles the whole model, but again for each sequence length, because the loop over
         chunks is unrolled. `options` are arguments of torch.compile.
