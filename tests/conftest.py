@@ -40,13 +40,8 @@ def texts(tmp_path):
     """Documents whose lengths, eos included, are shorter than, equal to and longer than a block of 32."""
     folder = tmp_path / "texts"
     (folder / "more").mkdir(parents=True)
-    documents = {
-        "a.txt": "short",
-        "b [1].txt": "x" * 31,
-        "c.txt": "Zwölf Boxkämpfer, </s> 東京 " * 20,
-        "more/d.txt": "",
-    }
-    for name, text in documents.items():
+    long = "Zwölf Boxkämpfer, </s> 東京 " * 20
+    for name, text in {"a.txt": "short", "b [1].txt": "x" * 31, "c.txt": long, "more/d.txt": ""}.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "README.md").write_text("not a text file")
     return folder
@@ -59,23 +54,9 @@ def options(tmp_path, texts):
     def make(model=LLAMA, **changes):
         path = tmp_path / f"{model['model_type']}.json"
         path.write_text(json.dumps(model))
-        values = {
-            "config": path,
-            "tokenizer": "bytes",
-            "train_data": texts,
-            "output_dir": tmp_path / "out",
-            "block_length": 32,
-            "per_device_train_batch_size": 2,
-            "tokens_per_step": 128,
-            "max_steps": 8,
-            "logging_steps": 1,
-            "eval_steps": 2,
-            "save_steps": 4,
-            "learning_rate": 0.01,
-            "use_cpu": "true",
-            "bf16": "false",
-        }
-        values.update(changes)
+        values = dict(config=path, tokenizer="bytes", train_data=texts, output_dir=tmp_path / "out", block_length=32)
+        values |= dict(per_device_train_batch_size=2, tokens_per_step=128, max_steps=8, logging_steps=1, eval_steps=2)
+        values |= dict(save_steps=4, learning_rate=0.01, use_cpu="true", bf16="false") | changes
         return [text for name, value in values.items() if value is not None for text in (f"--{name}", str(value))]
 
     return make

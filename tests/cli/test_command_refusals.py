@@ -27,12 +27,8 @@ def folder(tmp_path, monkeypatch):
     tokenizer.eos_token = None
     tokenizer.save_pretrained("without-eos")
     Path("tiny.json").write_text(json.dumps(LLAMA))
-    for name, content in {
-        "a": b"Es war einmal. " * 99,
-        "bad": b"caf\xe9 au lait",
-        "torn": b"caf\xc3",
-        "empty": b"",
-    }.items():
+    texts = {"a": b"Es war einmal. " * 99, "bad": b"caf\xe9 au lait", "torn": b"caf\xc3", "empty": b""}
+    for name, content in texts.items():
         Path(f"{name}.txt").write_bytes(content)
     for name in ("no-files", "adapter", "mixed", "run/checkpoint-4", "run-1", "run-2", "run-3"):
         Path(name).mkdir(parents=True)
@@ -48,10 +44,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-TRAIN = (
-    "train --tokenizer bytes --config tiny.json --train_data a.txt --output_dir out --block_length 32 --use_cpu true"
-)
 TUNE = "train --train_data a.txt --output_dir out --use_cpu true"
+TRAIN = f"{TUNE} --tokenizer bytes --config tiny.json --block_length 32"
 START = "give either --config and --tokenizer, .*, or --model_name_or_path"
 FORECAST = "forecast data.csv --output out"
 FIT = "fit model --text a.txt --output out"

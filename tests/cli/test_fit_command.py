@@ -76,5 +76,5 @@ def test_as_many_tokens_as_asked_for(tmp_path, number, characters):
     texts = [x.read_text() for x in files]
     found = {i for part in parts for i, text in enumerate(texts) if tokenizer.decode(part) in text}
     assert len(found) == (number if characters != 50 else 120)
-    assert [x.tolist() for x in parts] == [x.tolist() for x in fit.cut_texts(files, tokenizer, 500, 6000, seed=0)]
-    assert [x.tolist() for x in parts] != [x.tolist() for x in fit.cut_texts(files, tokenizer, 500, 6000, seed=1)]
+    same, other = (fit.cut_texts(files, tokenizer, 500, 6000, seed=seed) for seed in (0, 1))
+    assert all(map(torch.equal, parts, same)) and not all(map(torch.equal, parts, other))

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 from tape import Tape
@@ -22,36 +23,27 @@ pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, texts, config):
     """A trained model loads with the reported losses, generates, and has its files."""
     metrics = train.main(options(config, eval_data=texts))
-
     folder = tmp_path / "out"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.model_type == config["model_type"] and model.config.use_cache
     assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (None, 1, 0)
-
-    blocks, tokens_per_byte = make_blocks(
-        load_splits(str(texts), "--eval_data", "validation")["validation"],
-        RunArguments(train_data="", block_length=32),
-        tokenizer,
-    )
+    documents = load_splits(str(texts), "--eval_data", "validation")["validation"]
+    blocks, tokens_per_byte = make_blocks(documents, RunArguments(train_data="", block_length=32), tokenizer)
+    ids, counts = zip(*((x["input_ids"][None], len(x["input_ids"]) - 1) for x in blocks), strict=True)
     with torch.no_grad():
-        ids = [block["input_ids"][None] for block in blocks]
-        outputs = [(model(block, labels=block).loss, block.shape[1] - 1) for block in ids]
-    loss = sum(mean.item() * count for mean, count in outputs) / sum(count for _, count in outputs)
+        loss = np.average([model(x, labels=x).loss.item() for x in ids], weights=counts)
     assert metrics["eval_loss"] == pytest.approx(loss, abs=1e-4)
     assert metrics["eval_loss"] == pytest.approx(min(value for _, value in losses(folder, "eval_loss")))
     assert metrics["eval_loss"] < math.log(320) - 1
     assert metrics["eval_perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
     assert metrics["eval_bits_per_byte"] == pytest.approx(metrics["eval_loss"] / math.log(2) * tokens_per_byte)
-
     assert json.loads((folder / "eval_results.json").read_text())["eval_perplexity"] == metrics["eval_perplexity"]
     record = json.loads((folder / "run.json").read_text())
     assert record["steps"] == 8 and 7 * 128 < record["tokens_seen"] <= 8 * 128
     assert record["block_length"] == 32
-
     generate = pipeline("text-generation", model=str(folder), device="cpu")
-    text = generate("Zwölf", max_new_tokens=4, do_sample=False)[0]["generated_text"]
-    assert text.startswith("Zwölf")
+    assert generate("Zwölf", max_new_tokens=4, do_sample=False)[0]["generated_text"].startswith("Zwölf")
 
 
 def test_fine_tuning(options, tmp_path):
@@ -84,11 +76,9 @@ def test_a_step_as_one_graph(options, tmp_path, monkeypatch):
     monkeypatch.setattr(memory_graphs, "RECORDED_CALL", 2)
     found, number = [], Tape.number_of_replays
     for cuda_graph in (False, True):
-        given = dict(
-            SHORT, max_steps=4, tokens_per_step=256, output_dir=tmp_path / str(cuda_graph), cuda_graph=cuda_graph
-        )
-        train.main(options(TITANS, config_overrides="memory_kernel=torch", **given))
-        found.append(AutoModelForCausalLM.from_pretrained(given["output_dir"]).state_dict())
+        folder, given = tmp_path / str(cuda_graph), dict(SHORT, max_steps=4, tokens_per_step=256, cuda_graph=cuda_graph)
+        train.main(options(TITANS, config_overrides="memory_kernel=torch", output_dir=folder, **given))
+        found.append(AutoModelForCausalLM.from_pretrained(folder).state_dict())
     assert Tape.number_of_replays > number
     assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
 

@@ -42,15 +42,6 @@ def test_an_error_of_arguments_is_two_lines(capsys):
     assert usage.startswith("usage: titans-hf train ") and "--train_data" in error
 
 
-def test_paper_defaults(options):
-    """Defaults are the paper's learning rate, weight decay, schedule, optimizer and tokens per step."""
-    parser = make_parser()
-    *_, arguments = parser.parse_args_into_dataclasses(options(learning_rate=None))
-    assert (arguments.learning_rate, arguments.weight_decay, arguments.lr_scheduler_type) == (4e-4, 0.1, "cosine")
-    assert arguments.optim.startswith("adamw")
-    assert parser.get_default("tokens_per_step") == 524288
-
-
 @in_one_test(
     "given,evaluated,saved,best",
     [

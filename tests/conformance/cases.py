@@ -44,17 +44,8 @@ test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
 # Gloo's processes need no core each.
 test_fsdp_mixin._get_available_fsdp_workers = lambda: 8
 
-SIZES = dict(
-    vocab_size=99,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+SIZES = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 class ModelTester:

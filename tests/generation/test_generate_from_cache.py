@@ -37,10 +37,7 @@ def test_what_would_read_twice_or_not_at_all_is_refused():
     embeds, mask = model.get_input_embeddings()(ids[:, 9:]).detach(), torch.ones_like(ids)
     for settings, message in (
         (dict(inputs=ids, use_cache=False), "`use_cache` must be True with `cache`"),
-        (
-            dict(inputs_embeds=embeds, attention_mask=mask),
-            r"`inputs_embeds` must have all 29 columns of `attention_mask`",
-        ),
+        (dict(inputs_embeds=embeds, attention_mask=mask), "`inputs_embeds` must have all 29 columns of `att"),
         (dict(inputs=ids, num_beams=2), r"its batch size is 2, not 4"),
     ):
         with pytest.raises(ValueError, match=message):

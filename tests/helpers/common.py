@@ -12,33 +12,13 @@ VARIANTS = ("mac", "mag", "mal", "lmm")
 ATTENTIONS = ("mac", "mal", "lmm")  # attention to segments, to windows, and none: for what depends on its cache
 TWO_VARIANTS = ("mag", "lmm")  # with attention and without: for code that the variants share
 TOLERANCE = 1e-10
-SIZES = dict(
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    sliding_window=12,
-    segment_length=8,
-    memory_chunk_size=4,
-    memory_expansion=2,  # not the default: the layers of a memory have several shapes
-    num_persistent_tokens=3,
-    bos_token_id=None,
-    eos_token_id=None,
-)
+SIZES = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, sliding_window=12, segment_length=8, memory_chunk_size=4, num_persistent_tokens=3)
+SIZES |= dict(bos_token_id=None, eos_token_id=None, memory_expansion=2)  # layers of a memory have several shapes
 # The paper's second version as it stands, but for sizes and the largest step, which no equation gives.
-PAPER = dict(
-    memory_recurrence="paper",
-    memory_network="residual",
-    memory_gates="layer",
-    memory_update_rule="chunk",
-    memory_output_norm="rms",
-    memory_residual=False,
-    memory_error_clip=None,
-    memory_conv_noise=1,
-    rope_parameters={"partial_rotary_factor": 1.0},
-)
+PAPER = dict(memory_recurrence="paper", memory_network="residual", memory_gates="layer", memory_update_rule="chunk")
+PAPER |= dict(memory_output_norm="rms", memory_residual=False, memory_error_clip=None, memory_conv_noise=1)
+PAPER |= dict(rope_parameters={"partial_rotary_factor": 1.0})
 # The forms of the memory.
 FORMS = {
     "delta": dict(memory_form="delta"),
@@ -82,9 +62,6 @@ SETTINGS = {
     "three layers": dict(num_hidden_layers=3),
     "full rotary": dict(rope_parameters={"partial_rotary_factor": 1.0, "rope_theta": 10000.0}),
 }
-
-# Files of the package that travel with no checkpoint: the references, and those that make a model.
-STAY = {f"{name}.py" for name in ("__init__", "__main__", "memory_listing", "memory_reference")}
 
 
 def make_config(variant: str, **changes) -> TitansConfig:

@@ -146,13 +146,9 @@ def differences(model: PreTrainedModel, window: int | None = WINDOW) -> dict[str
 def recalls_of(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
     """Returns the logits after a recall: of one call, of pieces, of the rows alone, and of left-padded rows."""
     padded = torch.cat([torch.zeros(2, 5, dtype=torch.int64), ids], 1)
+    whole, pieces = (after_recall(model, ids, x) for x in ([7], [5, 1, 1]))
     alone = torch.cat([after_recall(model, x, [7]) for x in ids.split(1)])
-    return [
-        after_recall(model, ids, [7]),
-        after_recall(model, ids, [5, 1, 1]),
-        alone,
-        after_recall(model, padded, [7], 5),
-    ]
+    return [whole, pieces, alone, after_recall(model, padded, [7], 5)]
 
 
 def after_recall(model: PreTrainedModel, ids: torch.Tensor, cuts: list[int], padding: int = 0) -> torch.Tensor:

@@ -194,16 +194,9 @@ def mac(mixer, config, x, make_memory):
         size = len(segment)
         h = recall(mixer.recall, config, segment, memory.weights())  # eq. 21
         at = torch.arange(size)
-        causal = at[:, None] >= at
-        attended, weights = attend(
-            mixer.attention,
-            config,
-            segment,
-            torch.cat([h, segment]),
-            (length + at, torch.cat([at, length + at])),
-            torch.cat([causal, causal], 1),
-            mixer.persistent,
-        )
+        mask, keys = (at[:, None] >= at).repeat(1, 2), torch.cat([h, segment])
+        positions = length + at, torch.cat([at, length + at])
+        attended, weights = attend(mixer.attention, config, segment, keys, positions, mask, mixer.persistent)
         y = segment + attended  # eq. 23
         m = torch.stack([memory(token) for token in y])  # eq. 24
         gate = torch.sigmoid(rms_norm(m, mixer.memory_norm.weight, eps))

@@ -10,23 +10,10 @@ from transformers import TrainerCallback
 SCRIPT = Path(__file__).parents[2] / "src" / "titans_hf" / "cli" / "train.py"
 # Not `accelerate launch --cpu`: without a configuration file it starts a single process.
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-TITANS = LLAMA | {
-    "model_type": "titans",
-    "variant": "mag",
-    "head_dim": 16,
-    "sliding_window": 16,
-    "segment_length": 16,
-    "memory_chunk_size": 8,
-}
+LLAMA = {"model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64}
+LLAMA |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
+TITANS = LLAMA | {"model_type": "titans", "variant": "mag", "head_dim": 16, "memory_chunk_size": 8}
+TITANS |= {"sliding_window": 16, "segment_length": 16}
 SHORT = dict(max_steps=2, eval_steps=2, save_steps=2)
 
 

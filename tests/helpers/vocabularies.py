@@ -1,25 +1,16 @@
 """Tokenizers of the kinds that are in use, trained on a small text."""
 
-import random
-
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 WORDS = "the key was red and door open captain's lamp, (a small one) don't 東京 König!? ...\n\n    aaaaaaaa ".split(" ")
 
 
-def text_of(seed: int, number: int) -> str:
-    """Draws words, with runs of spaces, of line ends and of one letter among them."""
-    rng = random.Random(seed)
-    gaps = [" ", " ", " ", "  ", "\n", "\n\n\n", " " * 40, "a" * rng.randint(1, 60), ""]
-    return "".join(rng.choice(WORDS) + rng.choice(gaps) for _ in range(number))
-
-
 def trained(model, trainer, **parts) -> PreTrainedTokenizerFast:
     raw = Tokenizer(model)
     for name, part in parts.items():
         setattr(raw, name, part)
-    raw.train_from_iterator([text_of(seed, 300) for seed in range(4)], trainer)
+    raw.train_from_iterator([" ".join(WORDS * 50)], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", unk_token="<unk>")
 
 

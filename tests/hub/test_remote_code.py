@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from common import STAY, VARIANTS, make_config, make_ids, make_model, redraw
+from common import VARIANTS, make_config, make_ids, make_model, redraw
 from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_imports
 
@@ -18,15 +18,11 @@ from titans_hf import TitansConfig, TitansForCausalLM
 
 PACKAGE = Path(titans_hf.__file__).parent
 TIME_SERIES = {file.name for file in PACKAGE.glob("*time_series*.py")}
+STAY = {f"{name}.py" for name in ("__init__", "__main__", "memory_listing", "memory_reference")}  # in no checkpoint
 CODE = {file.name for file in PACKAGE.glob("*.py")} - STAY - TIME_SERIES
-AUTO_CLASSES = {
-    "AutoConfig": "TitansConfig",
-    "AutoModel": "TitansModel",
-    **{
-        f"AutoModelFor{head}": f"TitansFor{head}"
-        for head in ("CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
-    },
-}
+HEADS = ("CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
+AUTO_CLASSES = {"AutoConfig": "TitansConfig", "AutoModel": "TitansModel"}
+AUTO_CLASSES |= {f"AutoModelFor{head}": f"TitansFor{head}" for head in HEADS}
 SIZES = dict(vocab_size=320, pad_token_id=0)
 GREEDY = dict(do_sample=False)
 
@@ -42,8 +38,7 @@ def run_alone(program: str, folder: Path) -> str:
 
 def assert_brings_its_code(folder: Path) -> None:
     assert {file.name for file in folder.glob("*.py")} == CODE
-    for name in CODE:
-        assert (folder / name).read_bytes() == (PACKAGE / name).read_bytes()
+    assert all((folder / name).read_bytes() == (PACKAGE / name).read_bytes() for name in CODE)
     auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
     assert {name: target.split(".")[1] for name, target in auto_map.items()} == AUTO_CLASSES
     for target in auto_map.values():
@@ -72,11 +67,7 @@ def test_code_that_travels_needs_nothing_else():
 def test_a_checkpoint_names_its_own_code(tmp_path):
     """A saved auto_map names the checkpoint's own files, and keeps other entries."""
     config = make_config("mag")
-    config.auto_map = {
-        "AutoModel": "someone/theirs--modeling_titans.TitansModel",
-        "AutoModelForCausalLM": "my.Own",
-        "AutoModelForMaskedLM": "my.Masked",
-    }
+    config.auto_map = {"AutoModel": "someone/theirs--modeling_titans.TitansModel", "AutoModelForMaskedLM": "my.Masked"}
     TitansForCausalLM(config).save_pretrained(tmp_path)
     auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert auto_map.pop("AutoModelForMaskedLM") == "my.Masked"
@@ -137,7 +128,7 @@ def test_without_the_package(tmp_path):
         if variant == "mag":
             checkpoints["body"] = ("AutoModel", {"input_ids": ids}, model.model)
             tokens = model.generate(model.generate(ids, max_new_tokens=25, **GREEDY), max_new_tokens=9, **GREEDY)
-    for name in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):
+    for name in HEADS[1:]:
         model = redraw(getattr(titans_hf, f"TitansFor{name}")(make_config("mag", **SIZES))).eval()
         checkpoints[name] = (f"AutoModelFor{name}", {"input_ids": ids[:1]}, model)
     model = redraw(titans_hf.TitansForTimeSeriesPrediction(titans_hf.TitansTimeSeriesConfig(context_length=56))).eval()
@@ -145,10 +136,8 @@ def test_without_the_package(tmp_path):
     expected = {}
     for name, (auto_class, inputs, model) in checkpoints.items():
         model.save_pretrained(tmp_path / name)
-        loaded = getattr(transformers, auto_class).from_pretrained(
-            tmp_path / name
-        )  # not `model`, whose weights lie elsewhere
-        expected[name] = (auto_class, inputs, loaded(**inputs)[0])
+        model = getattr(transformers, auto_class).from_pretrained(tmp_path / name)  # whose weights lie as in LOAD
+        expected[name] = (auto_class, inputs, model(**inputs)[0])
     torch.save(expected, tmp_path / "expected.pt")
     torch.save(tokens, tmp_path / "tokens.pt")
     run_alone(LOAD, tmp_path)

@@ -62,14 +62,8 @@ def test_masks_of_other_values(value):
     refuse(shared_model("mag"), "not additive", input_ids=IDS, attention_mask=torch.zeros(2, 6))  # masks nothing
 
 
-SHAPING = {
-    "depth": dict(memory_depth=3),
-    "expansion": dict(memory_expansion=3),
-    "heads": dict(memory_num_heads=2),
-    "convolution": dict(memory_conv_kernel=3),
-    "chunk": dict(memory_chunk_size=8),
-    "persistent": dict(num_persistent_tokens=2),
-}
+SHAPING = {"memory_depth": 3, "memory_expansion": 3, "memory_num_heads": 2, "memory_conv_kernel": 3}
+SHAPING |= {"memory_chunk_size": 8, "num_persistent_tokens": 2}
 NOT_IDS = r"`input_ids` must be \(B, T\) with at least one row and one column, but is"
 NOT_EMBEDDINGS = r"`inputs_embeds` must be \(B, T, hidden\) with at least one row and one column, but is"
 EMBEDDINGS = torch.zeros(2, 6, 32, dtype=torch.float64)
@@ -138,7 +132,7 @@ def test_a_cache_of_another_class():
 @covering(1, {"variant": ("mac", "mag", "mal", "lmm"), "name": SHAPING, "swap": [False, True]})
 def test_cache_of_a_model_of_other_sizes(variant, name, swap):
     """A cache of a model that differs in one size raises an error, if the size matters in its variant."""
-    models = [shared_model(variant, num_hidden_layers=1), make_model(variant, num_hidden_layers=1, **SHAPING[name])]
+    models = [make_model(variant, num_hidden_layers=1, **changes) for changes in ({}, {name: SHAPING[name]})]
     source, target = models[::-1] if swap else models
     refuse(target, "`cache`", read(source, make_ids(2, 9))[1], input_ids=IDS)
 

@@ -53,13 +53,8 @@ def test_automatic_placement_with_offloading(variant, tmp_path):
     model.save_pretrained(tmp_path)
     (ids, mask), whole = left_pad([make_ids(40), make_ids(23, seed=1)]), make_ids(2, 40)
     layer = sum(p.numel() * 8 for p in model.model.layers[0].parameters())
-    placed = AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        dtype=torch.float64,
-        device_map="auto",
-        max_memory={"cpu": int(2.7 * layer)},
-        offload_folder=tmp_path / "offloaded",
-    )
+    given = dict(device_map="auto", max_memory={"cpu": int(2.7 * layer)}, offload_folder=tmp_path / "offloaded")
+    placed = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **given)
     layers = {name: device for name, device in placed.hf_device_map.items() if "layers" in name}
     assert layers == {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
     assert_same(full_logits(placed, ids, mask), full_logits(model, ids, mask))

@@ -7,16 +7,8 @@ from covering import covering, in_one_test
 
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 
-SIZES = dict(
-    context_length=20,
-    patch_length=4,
-    prediction_length=10,
-    hidden_size=16,
-    intermediate_size=24,
-    sliding_window=4,
-    segment_length=4,
-    memory_chunk_size=2,
-)
+SIZES = dict(context_length=20, patch_length=4, prediction_length=10, hidden_size=16, intermediate_size=24)
+SIZES |= dict(sliding_window=4, segment_length=4, memory_chunk_size=2)
 CYCLE = dict(cycle_length=7, num_input_channels=3)
 POSITION = torch.tensor([3, 12])  # of the first values of two series in the cycle
 
@@ -276,7 +268,5 @@ def test_lengths_and_values_to_fit_that_do_not_fit():
         with pytest.raises(ValueError, match=r"`values` must be \(at least 3, 1\), but is"):
             make_model(cycle_length=3, num_input_channels=1).cycle.fit(torch.zeros(shape))
     counts = (10 * values).long()
-    ours, expected = (
-        model(past_values=x, attention_mask=None)[0] for x in (counts, counts.float())
-    )  # as PEFT calls it
+    ours, expected = (model(past_values=x, attention_mask=None)[0] for x in (counts, counts.float()))  # as PEFT does
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
