@@ -1,5 +1,7 @@
 """Tokenizers of the kinds that are in use, trained on a small text."""
 
+import random
+
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -10,7 +12,7 @@ def trained(model, trainer, **parts) -> PreTrainedTokenizerFast:
     raw = Tokenizer(model)
     for name, part in parts.items():
         setattr(raw, name, part)
-    raw.train_from_iterator([" ".join(WORDS * 50)], trainer)
+    raw.train_from_iterator([" ".join(random.Random(0).choices(WORDS, k=1200))], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", unk_token="<unk>")
 
 
