@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
-from eval.common.records import file_of, read_lines, read_records
+from eval.common.records import read_records
 from eval.common.tables import plot_runs, report_of_rows
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf_console import HelpFormatter
@@ -32,11 +32,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--plot", type=Path, help="a picture: a panel for each row, a line for each run")
     args = parser.parse_args(argv)
-    file = file_of(args.runs)
-    benchmark = next((run.get("benchmark") for run in (read_lines(file) if file.exists() else [])), None)
-    records = read_records(file, benchmark) if benchmark else []
-    if any("row" not in record.get("run", {}) for record in records) or not records:
-        raise ValueError(f"RUNS {args.runs} has no runs of rows, such as those of eval.dna.run")
+    records = read_records(args.runs)
+    benchmarks = {record.get("benchmark") for record in records}
+    if any("row" not in record.get("run", {}) for record in records) or len(benchmarks) != 1:
+        raise ValueError(f"RUNS {args.runs} has no runs of rows of one benchmark, such as those of eval.dna.run")
+    (benchmark,) = benchmarks
     rows = {record["run"]["row"] for record in records}
     check_names("--rows", args.rows, rows)
     check_names("--baselines", args.baselines, rows & set(args.rows or rows))

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from eval.common.compared_models import VARIANTS, check_fields, fit_config, named_errors, parse_settings
+from eval.common.compared_models import VARIANTS, fit_config, parse_settings
 from eval.common.records import append_record, describe_commit
 from scripts import memory_alone, on_a_gpu
 from scripts.measure import least_seconds, peak_bytes, seconds, unless_out_of_memory
@@ -75,11 +75,9 @@ def build(name: str, args: argparse.Namespace) -> PreTrainedModel:
 
     Raises ValueError for a setting that is not possible.
     """
-    settings, (shape, parameters) = parse_settings(args.set), SIZES[args.size]
-    check_fields("TitansConfig", TitansConfig(), settings)
+    settings, (shape, parameters) = parse_settings(args.set, TitansConfig()), SIZES[args.size]
     sizes = SHAPE | dict(zip(FIELDS, shape, strict=True)) | (settings if name in VARIANTS else {})
-    with named_errors(f"--set for {name}"):
-        config = fit_config(name, parameters, sizes)
+    config = fit_config(name, parameters, sizes)
     torch.manual_seed(0)
     with args.device:
         model = AutoModelForCausalLM.from_config(config).to(getattr(torch, args.dtype)).eval()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from eval.common.compared_models import check_fields, named_errors, parse_settings
+from eval.common.compared_models import parse_settings
 from scripts.measure import least_seconds, peak_bytes, unless_out_of_memory
 from titans_hf import TitansConfig, memory_chunk, memory_graphs
 from titans_hf.memory_ops import compile_chunks
@@ -29,19 +29,18 @@ TOLERANCES = {"cpu": 1e-4, "cuda": 1e-2}  # of float32 by a kernel, which may mu
 def make_layer(args: Namespace) -> nn.Module:
     """Makes the layer of a program, in float32. Raises ValueError for a setting that is not possible."""
     torch.manual_seed(0)
-    size, settings = args.heads * HEAD_DIM, parse_settings(args.set)
+    size = args.heads * HEAD_DIM
     if args.program == OTHER:
         from fla.layers import GatedDeltaNet
 
         return GatedDeltaNet(size, expand_v=1, head_dim=HEAD_DIM, num_heads=args.heads).to(args.device)
-    check_fields("TitansConfig", TitansConfig(), settings)
     kernel = {"fla": "fla", "graphs": "auto"}.get(args.program, "torch")
     memory_graphs.RECORDED_CALL = 1  # so that what is checked is a replay
     if args.program == "cublas":  # the delta rule's systems by the library, as on a CPU
         memory_chunk.SOLVED_BY_HALVES.clear()
     sizes = {"hidden_size": size, "memory_num_heads": args.heads, "memory_kernel": kernel}
-    with named_errors("--set"):
-        return NeuralMemory(TitansConfig(variant="lmm", **sizes | settings)).to(args.device)
+    settings = parse_settings(args.set, TitansConfig())
+    return NeuralMemory(TitansConfig(variant="lmm", **sizes | settings)).to(args.device)
 
 
 def in_pytorch(layer: NeuralMemory, dtype: torch.dtype) -> NeuralMemory:

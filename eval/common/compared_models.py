@@ -1,17 +1,14 @@
 """Models of equal size to be trained and compared: Titans, and attention and linear recurrences of transformers."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from titans_hf import TitansConfig
-from titans_hf.cli.training.model import parse_value
+from titans_hf.cli.training.model import parse_overrides
 
 WINDOW = 64  # tokens that attention sees in Mistral, MAG and MAL, and of a segment in MAC
 VARIANTS = ("lmm", "mag", "mac", "mal")
@@ -80,27 +77,11 @@ def num_trained(model: nn.Module) -> int:
     return sum(x.numel() for x in model.parameters() if x.requires_grad)
 
 
-def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """Parses NAME=JSON pairs; a value that is no JSON is a string. Raises ValueError for a text that is no pair."""
-    settings = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not (name and equals):
-            raise ValueError(f"a setting must be NAME=VALUE, but is {pair!r}")
-        settings[name] = parse_value(value)
-    return settings
-
-
-@contextmanager
-def named_errors(owner: str) -> Iterator[None]:
-    """Names the owner of the settings in the error of a configuration that is not possible."""
-    try:
-        yield
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"{owner}: {error}") from error
-
-
-def check_fields(owner: str, config: PreTrainedConfig, settings: dict[str, Any]) -> None:
-    """Raises ValueError for settings that are no fields of the config; `owner` says whose they are."""
+def parse_settings(pairs: list[str], config: PreTrainedConfig) -> dict[str, Any]:
+    """Parses the NAME=JSON pairs of --set; a value that is no JSON is a string. Raises ValueError for a name that is no
+    field of the config.
+    """
+    settings = parse_overrides(",".join(pairs))
     if unknown := settings.keys() - config.to_dict().keys():
-        raise ValueError(f"--set {', '.join(sorted(unknown))}: {owner} has no such field")
+        raise ValueError(f"--set {', '.join(sorted(unknown))}: {type(config).__name__} has no such field")
+    return settings

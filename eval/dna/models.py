@@ -7,12 +7,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, Mamba2Model, Mamba2PreTrainedModel, PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from eval.common.compared_models import VARIANTS, check_fields, fit_config, named_errors
+from eval.common.compared_models import VARIANTS, fit_config
 from eval.dna.sequences import END, PAD, VOCAB_SIZE
-from titans_hf import TitansConfig
 
-MEMORY_OFF = "-off"
-NAMES = (*VARIANTS, *(name + MEMORY_OFF for name in VARIANTS), "llama", "mamba2", "cnn")
+OFF = "-off"  # after the name of a Titans: with its memory off
+NAMES = ("lmm", "lmm-off", "mag", "mag-off", "llama", "mamba2", "cnn")
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 MEMORY = {"memory_form": "delta", "memory_num_heads": 1, "memory_chunk_size": 32}
 
@@ -32,8 +31,6 @@ class ConvolutionalClassifier(nn.Module):
         for before, after in zip((self.EMBEDDING, *self.CHANNELS), self.CHANNELS, strict=False):
             layers += [nn.Conv1d(before, after, self.KERNEL), nn.BatchNorm1d(after), nn.ReLU(), nn.MaxPool1d(2)]
             length = (length - self.KERNEL + 1) // 2
-        if length < 1:
-            raise ValueError(f"the model cnn needs longer sequences than {self.length - 1} bases")
         hidden = nn.Linear(length * self.CHANNELS[-1], self.HIDDEN)
         self.layers = nn.Sequential(*layers, nn.Flatten(), hidden, nn.ReLU(), nn.Linear(self.HIDDEN, num_labels))
 
@@ -65,36 +62,22 @@ def _output(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
     return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-def build_model(
-    name: str, classes: list[str], longest: int, shape: dict[str, Any], settings: dict[str, Any]
-) -> nn.Module:
+def build_model(name: str, num_labels: int, longest: int, shape: dict[str, Any], settings: dict[str, Any]) -> nn.Module:
     """Builds a model of about shape["parameters"] parameters with random weights; `settings` replace fields of Titans.
     The CNN has a fixed size, for sequences of at most `longest` tokens.
-
-    Raises ValueError for a setting that is not possible.
     """
-    check_fields("TitansConfig", TitansConfig(), settings)
     if name == "cnn":
-        return ConvolutionalClassifier(longest, len(classes))
-    width, variant = shape["hidden_size"], name.removesuffix(MEMORY_OFF)
-    fields = {
-        "vocab_size": VOCAB_SIZE,
-        "pad_token_id": PAD,
-        "eos_token_id": END,
-        "id2label": dict(enumerate(classes)),
-        "label2id": {label: i for i, label in enumerate(classes)},
-        "hidden_size": width,
-        "use_cache": False,
-        "initializer_range": 0.05,
-    }
+        return ConvolutionalClassifier(longest, num_labels)
+    width, variant = shape["hidden_size"], name.removesuffix(OFF)
+    fields = dict(vocab_size=VOCAB_SIZE, pad_token_id=PAD, eos_token_id=END, num_labels=num_labels)
+    fields |= dict(hidden_size=width, use_cache=False, initializer_range=0.05)
     if name == "mamba2":
         fields |= {"num_heads": 4, "head_dim": width // 2, "state_size": 16, "chunk_size": 16}
     else:
         fields |= HEADS | {"num_hidden_layers": shape["num_hidden_layers"]}
     if variant in VARIANTS:
-        fields |= MEMORY | settings | ({"memory_max_lr": 0} if name.endswith(MEMORY_OFF) else {})
-    with named_errors(f"the model {name}"):
-        config = fit_config(variant, shape["parameters"], fields)
+        fields |= MEMORY | settings | ({"memory_max_lr": 0} if name.endswith(OFF) else {})
+    config = fit_config(variant, shape["parameters"], fields)
     if name == "mamba2":
         return Mamba2ForSequenceClassification(config)
     return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)

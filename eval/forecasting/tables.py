@@ -16,12 +16,12 @@ NOTES = (
 
 
 def cell(runs: pd.DataFrame, horizons: list[int]) -> str:
-    """Formats both metrics, of each seed the mean over `horizons`, with their spread where there are several seeds."""
+    """Formats both metrics, of each seed the mean over `horizons`, with their spread over several seeds."""
     values = [runs[metric].unstack("horizon").reindex(columns=horizons).dropna().mean(axis=1) for metric in METRICS]
     return " / ".join(with_spread(list(x)) for x in values) if len(values[0]) else "–"
 
 
-def table(runs: pd.DataFrame, data: str, look_back: int, horizons: list[int]) -> str:
+def table_of(runs: pd.DataFrame, data: str, look_back: int, horizons: list[int]) -> str:
     """Makes the table of a series: a row per model, a column for the mean over horizons and one per horizon."""
     columns = [horizons, *([x] for x in horizons)]
     lines = []
@@ -32,8 +32,8 @@ def table(runs: pd.DataFrame, data: str, look_back: int, horizons: list[int]) ->
         for name, figures in PAPER["rows"].items():
             of_data = " / ".join(f"{x:.3f}" for x in figures[PAPER["columns"].index(data)])
             lines.append([f"paper: {name}", "", "", of_data, *["–"] * len(horizons)])
-    heading = ["model", "parameters", "seeds", "mean", *horizons]
-    return f"## {data}, look-back {look_back}\n\n" + markdown_table(heading, lines)
+    table = markdown_table(["model", "parameters", "seeds", "mean", *horizons], lines)
+    return f"## {data}, look-back {look_back}\n\n{table}"
 
 
 def make_report(records: list[Record], baselines: list[str]) -> list[str]:
@@ -43,5 +43,5 @@ def make_report(records: list[Record], baselines: list[str]) -> list[str]:
     runs[list(METRICS)] = pd.DataFrame(runs["test"].tolist(), runs.index)
     for look_back, of_length in runs.groupby("look_back"):
         horizons = sorted(of_length.index.unique("horizon"))
-        tables += [table(of_data, data, look_back, horizons) for data, of_data in of_length.groupby("data")]
+        tables += [table_of(of_data, data, look_back, horizons) for data, of_data in of_length.groupby("data")]
     return tables

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from eval.common.compared_models import count_parameters
 from scripts import bench, on_a_gpu
@@ -53,9 +54,9 @@ def test_models(tmp_path, monkeypatch, capsys):
     assert run(tmp_path, *command)[-1]["train peak KB/token"] is None
     for setting, message in (
         ("memory_moment=true", "--set memory_moment: TitansConfig has no such field"),
-        ("memory_momentum=7", r"--set for lmm: .*memory_momentum"),
+        ("memory_momentum=7", "memory_momentum"),
     ):
-        with pytest.raises(ValueError, match=f"(?s){message}"):
+        with pytest.raises((ValueError, StrictDataclassError), match=message):
             run(tmp_path, *command, "--set", setting)
 
 

@@ -28,9 +28,10 @@ def quieten_progress() -> None:
 def run_command(main: Callable[[], object]) -> None:
     """Calls `main`, and turns its error into `<command>: error: <message>` with exit status 2.
 
-    Caught are ValueError, OSError, damaged weights and missing packages. With the environment variable
-    TITANS_HF_DEBUG=1 the traceback is shown instead. Ctrl-C exits with status 130.
+    Caught are ValueError, OSError, bad fields of a config, damaged weights and missing packages. With the environment
+    variable TITANS_HF_DEBUG=1 the traceback is shown instead. Ctrl-C exits with status 130.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     quieten_progress()
@@ -38,7 +39,7 @@ def run_command(main: Callable[[], object]) -> None:
         main()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except (ValueError, OSError, SafetensorError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, StrictDataclassError, SafetensorError, ModuleNotFoundError) as error:
         if os.environ.get(DEBUG, "0") not in ("", "0"):
             raise
         print(f"{Path(sys.argv[0]).name}: error: {message_of(error)}", file=sys.stderr)
