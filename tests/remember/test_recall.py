@@ -80,7 +80,7 @@ def test_a_header_asks_for_nothing():
 def recall_slowly(original, ids, at: int):
     """Logits after each of the tokens from at - 1 on, of a row that recalls at the token at - 1: one call of the model
     over sink, passage and text, where a passage is alone behind the sink and the text sees it from the query on, with
-    the logarithm of `copies` added to what a query makes of a key.
+    the logarithm of `copies` added to what a query makes of a near key.
     """
     begin, size, query = choose_slowly(ids[:at].tolist(), WINDOW, SETTINGS), SETTINGS.size, SETTINGS.query
     first = max(1, begin, at - query - WINDOW - size + 1)
@@ -96,7 +96,7 @@ def recall_slowly(original, ids, at: int):
         text = (key <= position) & (position - key < WINDOW)
         front = torch.cat([position >= WINDOW, torch.full((high - low, size), sees)], 1)
         mask = torch.zeros(high - low, 1 + size + high, dtype=torch.float64)
-        mask[:, 1 : 1 + size] = math.log(SETTINGS.copies)
+        mask[:, 1 : 1 + size][:, SETTINGS.near] = math.log(SETTINGS.copies)
         mask = mask.masked_fill(~torch.cat([front, text], 1), -torch.inf)[None, None]
         logits = original(ids[None, low:high], attention_mask=mask, position_ids=position.T, cache=cache).logits
     return logits[0, query - 1 :]

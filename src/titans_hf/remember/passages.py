@@ -32,24 +32,29 @@ class Passages:
     block: a span has two. before, after: read beside the span. query: the last tokens, which are the query and are read
     once more with the passage in sight. every: own tokens from one recall to the next. decay: of the weight of a term
     for each token after it. max_tokens: of a row's store, whose oldest tokens are dropped. copies: how many times keys
-    and values of a passage stand in sight: its attention counts so many times. end_tokens: of a turn; None: the
-    model's.
+    and values of the span and of what is near it stand in sight: their attention counts so many times. end_tokens: of
+    a turn; None: the model's.
     """
 
-    block: int = 16
+    block: int = 8
     before: int = 16
-    after: int = 48
+    after: int = 64
     query: int = 64
     every: int = 64
     decay: float = 0.8
     max_tokens: int = 1_048_576
-    copies: int = 2
+    copies: int = 3
     end_tokens: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
         """Tokens of a passage."""
         return self.before + 2 * self.block + self.after
+
+    @property
+    def near(self) -> slice:
+        """The part of a passage that stands `copies` times in sight: the span, a block before it and two after it."""
+        return slice(max(0, self.before - self.block), self.before + 4 * self.block)
 
     def initial_state(self, rows: int, device: torch.device) -> dict[str, Tensor]:
         """Returns the store before the first token: ids (R, N) int32, whose rows end at the same column."""

@@ -136,15 +136,16 @@ def look_back(model: PreTrainedModel, branch: MemoryCache, texts: Tensor) -> tup
 
 
 def read_passage(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, begins: Tensor) -> None:
-    """Reads passages (R, S) alone behind the sink, without fast weights, and puts `copies` of their keys and values in
-    front of the window of a cache. begins (R,): their positions in the texts, which none leaves to the back.
+    """Reads passages (R, S) alone behind the sink, without fast weights, and puts their keys and values in front of the
+    window of a cache, the near ones `copies` times. begins (R,): their positions in the texts, which none leaves to the
+    back.
     """
-    memory, size = model.memory, ids.shape[1]
+    memory, settings, size = model.memory, model.memory.passages, ids.shape[1]
     first = torch.full((len(ids), 1), memory.first_token)
     begins = torch.maximum(begins, cache.seen - memory.window - size + 1).clamp(min=1)
     alone = reading.read_alone(model, cache, torch.cat([first, ids], 1), begins - 1)
     for layer, new in zip(cache.layers, alone, strict=True):
         if isinstance(layer, KeyValueLayer) and not layer.is_sliding and new.is_initialized:
-            copies = (x[..., 1:, :].repeat(1, 1, memory.passages.copies, 1) for x in (new.keys, new.values))
-            layer.passage = tuple(copies)
+            pair = (x[..., 1:, :] for x in (new.keys, new.values))  # (R, heads, S, size) each
+            layer.passage = tuple(torch.cat([x, *[x[..., settings.near, :]] * (settings.copies - 1)], 2) for x in pair)
             layer.sees_passage = torch.ones(len(ids), dtype=torch.bool)
