@@ -25,7 +25,7 @@ def model():
 def of_family(name: str):
     """A small model of a family, with a memory."""
     family, _, full = name.partition(", ")
-    model = titans(variant="mag") if family == "titans" else small_family(family)
+    model = titans(variant="mac") if family == "titans" else small_family(family)
     fast, chosen = small_memory(model)
     return remember(model, None if full or family == "titans" else 12, fast_weights=fast, token_list=chosen)
 
@@ -74,16 +74,11 @@ def test_crafted_files(model, tmp_path):
         "no steps": lambda x: setattr(x, "steps", x.steps[:1]),
     }
     for name, change in changes.items():
-        crafted = copy.copy(cache)
+        crafted, folder = copy.copy(cache), tmp_path / name.replace(" ", "-")
         change(crafted)
-        crafted.save_pretrained(tmp_path / name.replace(" ", "-"), model)
+        crafted.save_pretrained(folder, model)
         with pytest.raises(ValueError, match="cannot be loaded"):
-            MemoryCache.from_pretrained(tmp_path / name.replace(" ", "-"), model)
-
-
-def tensors_in(folder):
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
+            MemoryCache.from_pretrained(folder, model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,16 +88,11 @@ def test_rows_that_were_reset(family, tmp_path):
     none, new = torch.zeros(2, 6, dtype=torch.int64), torch.arange(6).expand(2, 6) % 3
     mask = torch.tensor([[0], [1]])
 
-    def begin(cache):
-        model(TOKENS[:2, :6], position_ids=new, cache=cache)
-
-    def expected_begin(cache):
-        model(TOKENS[:2, 3:6], cache=cache)
-
+    begin = lambda c: model(TOKENS[:2, :6], position_ids=new, cache=c)  # noqa: E731
     changes = {
         "a row": (lambda c: c.reset_rows(model, torch.tensor([0])), lambda c: model(ids, mask.expand(2, 30), cache=c)),
         "rows": (lambda c: c.reset_rows(model, torch.tensor([0, 1])), lambda c: model(ids[:, :6], none, cache=c)),
-        "documents": (begin, expected_begin),
+        "documents": (begin, lambda c: model(TOKENS[:2, 3:6], cache=c)),
         "all": (MemoryCache.reset, lambda c: None),
     }
     with torch.no_grad(), as_double():
@@ -114,7 +104,7 @@ def test_rows_that_were_reset(family, tmp_path):
             found = []
             for i, cache in enumerate(caches):
                 cache.save_pretrained(folder := tmp_path / f"{name} {i}", model)
-                found.append(tensors_in(folder))
+                found.append(load_file(*folder.glob("*.safetensors")))
                 loaded = MemoryCache.from_pretrained(folder, model)
                 rest = [model(TOKENS[:2, 40:60], cache=x).logits for x in (loaded, cache)]
                 close(*rest, atol=0)

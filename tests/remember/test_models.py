@@ -36,10 +36,8 @@ def memory_for(model):
 
 def test_peft():
     """An adapter on the layers of the fast weights is added to them, before `remember` or after it; both can go."""
-    before = small_model()(TOKENS).logits
-    model = small_model()
-    first = adapted(model)
-    remember(first, 12, **memory_for(model))
+    before, model = small_model()(TOKENS).logits, small_model()
+    first = remember(adapted(model), 12, **memory_for(model))
     whole, pieces = whole_and_pieces(first)
     close(pieces, whole)
     second, pieces = whole_and_pieces(adapted(remembering()))
@@ -49,8 +47,7 @@ def test_peft():
         close(whole_and_pieces(first)[0], whole_and_pieces(remembering())[0])
     merged = first.merge_and_unload()
     assert_close(whole_and_pieces(merged)[0], whole, atol=1e-10, rtol=0)
-    plain = adapted(small_model()).unload()
-    assert plain(TOKENS).logits.equal(before)
+    assert adapted(small_model()).unload()(TOKENS).logits.equal(before)
 
 
 def test_training_an_adapter():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from remember_models import TOKENS, close, ragged_call, remembering, small_fast_weights, small_list, small_model
 from remember_reference import mix_slowly, read_slowly
+from test_titans import titans, with_memory
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from transformers import (
@@ -38,9 +39,7 @@ def whole(model, ids, **arguments):
 
 @pytest.mark.parametrize("length,start_rate", [(7, 0.5), (8, None), (9, 0.5), (41, 0.5), (41, None)])
 def test_the_slow_reference(length, start_rate, monkeypatch):
-    """Logits and fast weights are those of weights merged by hand, full keys under a mask, and loops over the list; the
-    sink is made anew at every block of positions. The first chunk is the model itself, if the start's share is learned.
-    """
+    """Logits and fast weights are those of weights merged by hand, full keys under a mask, and loops over the list."""
     monkeypatch.setattr(reading, "SINK_BLOCK", 16)
     model, ids = small_model(), TOKENS[0, :length]
     fast, chosen = small_fast_weights(model, start_rate=start_rate), small_list()
@@ -51,7 +50,7 @@ def test_the_slow_reference(length, start_rate, monkeypatch):
     with torch.no_grad():
         logits = model(ids[None], cache=cache).logits[0]
     close(logits, own)
-    assert ((logits[:7] - first[0]).abs().max() < 1e-12) == (start_rate is not None)
+    assert ((logits[:7] - first[0]).abs().max() < 1e-12) == (start_rate is not None)  # the start's share is learned
     for name, x in weights.items():
         close(cache.state[f"B.{name}"][0], x)
     forget(model)
@@ -73,10 +72,8 @@ def test_the_share_of_the_start_is_bounded():
 
 @pytest.mark.parametrize("window", [12, None])
 def test_random_programs(window, monkeypatch):
-    """Random pieces, padding anywhere, copies, orders and repetitions of rows, rows that leave for others that have
-    read alone, and recalls in between keep the logits of each row alone that recalls at the same tokens, with sinks of
-    as many positions as there are rows.
-    """
+    """Random pieces, padding, copies, orders and repetitions of rows, rows that leave for others that have read alone,
+    and recalls keep the logits of each row alone that recalls at the same tokens."""
     monkeypatch.setattr(reading, "SINK_BLOCK", 16)
     model, choose = remembering(window, PARTS), random.Random(3)
 
@@ -142,10 +139,9 @@ def test_packed_documents(model, begins):
 def test_calls_of_few_tokens(model):
     """A call of padding alone, one of no column, one of int32 ids: each is read as if it were not there."""
     cache = MemoryCache(model)
-    with torch.no_grad():
-        padding = model(TOKENS[:2, :5], attention_mask=torch.zeros(2, 5, dtype=torch.int64), cache=cache).logits
-        nothing = model(TOKENS[:2, :0], cache=cache).logits
-        logits = model(TOKENS[:2, :40].int(), cache=cache).logits
+    padding = whole(model, TOKENS[:2, :5], attention_mask=torch.zeros(2, 5, dtype=torch.int64), cache=cache)
+    nothing = whole(model, TOKENS[:2, :0], cache=cache)
+    logits = whole(model, TOKENS[:2, :40].int(), cache=cache)
     assert padding.shape == (2, 5, 53) and not padding.any() and nothing.shape == (2, 0, 53)
     close(logits, whole(model, TOKENS[:2, :40]))
 
@@ -155,10 +151,8 @@ def test_a_chunk_is_read_whole_once(monkeypatch):
     model, lengths = remembering(None), []
     forward = model.memory.forward
     model.memory.forward = lambda *args, **given: lengths.append(given["input_ids"].shape[1]) or forward(*args, **given)
-    cache, logits = MemoryCache(model), []
-    with torch.no_grad():
-        for ids in TOKENS[:1].split([5, 5, 7, 73], 1):
-            logits.append(model(ids, cache=cache).logits)
+    cache = MemoryCache(model)
+    logits = [whole(model, ids, cache=cache) for ids in TOKENS[:1].split([5, 5, 7, 73], 1)]
     assert lengths == [5, 8, 2, 8, 1, *[8] * 9, 2]
     close(torch.cat(logits, 1), whole(model, TOKENS[:1]))
 
@@ -183,16 +177,21 @@ def test_a_call_that_fails(window):
     assert all(is_shared) == (window is None) and all(x.before is None for x in cache.layers)
 
 
-def test_a_cache_that_does_not_fit(model):
-    """A cache of another model, of other rows, or with a list of fewer tokens is an error."""
-    cache = MemoryCache(model)
+def test_what_does_not_fit(model):
+    """A cache of another model, of other rows or of fewer tokens is an error, and so is a crop beyond its record."""
+    cache, resized = MemoryCache(model), remembering()
     with torch.no_grad():
         with pytest.raises(ValueError, match="`MemoryCache"):
-            model(TOKENS, cache=MemoryCache(remembering()))
+            model(TOKENS, cache=MemoryCache(resized))
         model(TOKENS[:2, :5], cache=cache)
         with pytest.raises(ValueError, match="the 2 rows of `cache`, got 4"):
             model(TOKENS[:, :5], cache=cache)
-        resized = remembering()
+        with pytest.raises(ValueError, match="activate_past_recording"):
+            cache.crop(-1)
+        cache.activate_past_recording()
+        model(TOKENS[:2, 9:20], cache=cache)
+        with pytest.raises(ValueError, match="at least -11"):
+            cache.crop(-12)
         cache = resized(TOKENS[:2, :5]).cache
         resized.resize_token_embeddings(60)
         with pytest.raises(ValueError, match="made for 53 tokens, and the model has 60"):
@@ -202,9 +201,8 @@ def test_a_cache_that_does_not_fit(model):
 @pytest.mark.parametrize("removed", [1, 3, 8, 15])
 @pytest.mark.parametrize("read", [17, 24, 25, 45])
 def test_crop(model, read, removed):
-    """Columns that were removed, at once or one after another, leave no trace in what is read after them; columns of
-    the last full chunk and of the last call can be removed. Kept columns stay learned if learning is turned off.
-    """
+    """Columns that were removed leave no trace; those of the last full chunk and of the last call can be removed. Kept
+    columns stay learned if learning is turned off."""
     cache, end = MemoryCache(model), read - removed
     ids = torch.cat([TOKENS[:2, :end], TOKENS[2:, end:60]], 1)
     expected = whole(model, ids)
@@ -260,40 +258,21 @@ def test_rows_of_a_cropped_cache(family):
         close(model(TOKENS[:2], cache=empty).logits, whole(model, TOKENS[:2]), atol=1e-9)
 
 
-def test_crop_says_how_far(model):
-    """A crop beyond what is recorded, and one of a cache that does not record, name the limit."""
-    cache = MemoryCache(model)
-    with torch.no_grad():
-        model(TOKENS[:1, :9], cache=cache)
-        with pytest.raises(ValueError, match="activate_past_recording"):
-            cache.crop(-1)
-        cache.activate_past_recording()
-        model(TOKENS[:1, 9:20], cache=cache)
-    with pytest.raises(ValueError, match="at least -11"):
-        cache.crop(-12)
-
-
 def test_generation(model):
     """`generate()` in every mode is that of a row alone, also with ids that go on after what the cache has read."""
     settings = {"max_new_tokens": 20, "do_sample": False}
     ids, mask = TOKENS[:2, :30].clone(), torch.ones(2, 30, dtype=torch.int64)
     ids[0, :5], mask[0, :5] = 0, 0
     batch = model.generate(ids, attention_mask=mask, **settings)
-    alone = model.generate(ids[:1, 5:], **settings)
-    assert batch[0, 30:].equal(alone[0, 25:])
-    beams = model.generate(ids[1:], num_beams=3, **settings)
+    assert batch[0, 30:].equal(model.generate(ids[:1, 5:], **settings)[0, 25:])
     pair = model.generate(ids, attention_mask=mask, num_beams=3, **settings)
-    assert pair[1].equal(beams[0])
+    assert pair[1].equal(model.generate(ids[1:], num_beams=3, **settings)[0])
     for begin in (0, 13):
-        cache = MemoryCache(model)
-        with torch.no_grad():
-            model(ids[1:, :13], cache=cache)
+        whole(model, ids[1:, :13], cache=(cache := MemoryCache(model)))
         if begin:
             cache.start_prompt()
         assert model.generate(ids[1:, begin:], cache=cache, **settings).equal(batch[1:, begin:])
-    assistant = small_model()
-    assisted = model.generate(ids[1:], assistant_model=assistant, **settings)
-    assert assisted.equal(batch[1:])
+    assert model.generate(ids[1:], assistant_model=small_model(), **settings).equal(batch[1:])
 
 
 @pytest.mark.parametrize("given", ["mask", "no mask"])
@@ -331,19 +310,16 @@ def test_own_samples_are_not_learned():
     """The fast weights learn the prompt alone, or with learn_from="all" the samples too."""
     weights = {}
     for learn_from in ("read", "all"):
-        model = small_model()
-        remember(model, 12, fast_weights=small_fast_weights(model), token_list=small_list(), learn_from=learn_from)
-        cache = MemoryCache(model)
+        model = remembering()
+        model.memory.learn_from = learn_from
+        caches = cache, prompt, everything = [MemoryCache(model) for _ in range(3)]
         made = model.generate(TOKENS[:1, :20], cache=cache, max_new_tokens=40, do_sample=False)
         cache.read_unread(model)
-        prompt, everything = MemoryCache(model), MemoryCache(model)
-        with torch.no_grad():
-            model(TOKENS[:1, :20], cache=prompt)
-            model(made[:, :-1], cache=everything)
-        weights[learn_from] = [next(iter(x.state.values())) for x in (cache, prompt, everything)]
-        assert int((cache.state["list.tokens"] >= 0).sum()) == int(
-            ((prompt if learn_from == "read" else everything).state["list.tokens"] >= 0).sum()
-        )
+        whole(model, TOKENS[:1, :20], cache=prompt)
+        whole(model, made[:, :-1], cache=everything)
+        weights[learn_from] = [next(iter(x.state.values())) for x in caches]
+        entries = [int((x.state["list.tokens"] >= 0).sum()) for x in caches]
+        assert entries[0] == entries[1 if learn_from == "read" else 2]
     close(weights["all"][0], weights["all"][2])
     # The chunk that the prompt has begun is learned as far as the prompt goes: 3 of its 8 labels.
     assert not weights["read"][0].equal(weights["read"][1])
@@ -407,22 +383,26 @@ def test_kernels_without_a_mask(kernel, monkeypatch):
         assert whole(forget(model), TOKENS[:, :40]).equal(before)
 
 
-def test_memory_off_writes_nothing(model):
-    """With learning off the state of the memory stays, and learning goes on where it is turned on again."""
-    cache, other = MemoryCache(model), MemoryCache(model)
-    with torch.no_grad():
-        model(TOKENS[:1, :30], cache=cache)
-        before = {name: x for name, x in cache.state.items() if name[0] in "BS" or "tokens" in name}
-        model.set_memory_learning(False)
-        a = model(TOKENS[:1, 30:61], cache=cache).logits
-        assert all(cache.state[name].equal(x) for name, x in before.items())
-        model.set_memory_learning(True)
-        b = model(TOKENS[:1, 61:], cache=cache).logits
-        model(TOKENS[:1, :30], cache=other)
-        for begin, end in ((30, 33), (33, 60), (60, 61), (61, 64), (64, 90)):
-            model.set_memory_learning(begin >= 61)
-            x = model(TOKENS[:1, begin:end], cache=other).logits
-            close(x, torch.cat([a, b], 1)[:, begin - 30 : end - 30])
+@pytest.mark.parametrize("make", [remembering, lambda: with_memory(titans(variant="mag"))])
+def test_memory_off_writes_nothing(make):
+    """With learning off the state of the memory stays, and what was read is not learned later, in a batch or alone."""
+    model, mask = make(), torch.ones(2, 30, dtype=torch.int64)
+    cache = MemoryCache(model)
+    mask[1, :3] = 0
+    whole(model, TOKENS[:2, :30], cache=cache, attention_mask=mask)
+    before = {name: x for name, x in cache.state.items() if name[0] in "BS" or "tokens" in name}
+    model.set_memory_learning(False)
+    a = whole(model, TOKENS[:2, 30:61], cache=cache)
+    assert all(cache.state[name].equal(x) for name, x in before.items())
+    model.set_memory_learning(True)
+    a = torch.cat([a, whole(model, TOKENS[:2, 61:], cache=cache)], 1)
+    for row, first in ((0, 0), (1, 3)):
+        alone = MemoryCache(model)
+        for begin, end in ((first, 30), (30, 33), (33, 60), (60, 61), (61, 64), (64, 90)):
+            model.set_memory_learning(not 30 <= begin < 61)
+            found = whole(model, TOKENS[row : row + 1, begin:end], cache=alone)
+            if begin >= 30:
+                close(found[0], a[row, begin - 30 : end - 30])
 
 
 def test_loss_logits_and_hidden_states(model):

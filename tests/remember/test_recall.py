@@ -78,10 +78,8 @@ def test_a_header_asks_for_nothing():
 
 @torch.no_grad()
 def recall_slowly(original, ids, at: int):
-    """Logits after each of the tokens from at - 1 on, of a row that recalls at the token at - 1: one call of the model
-    over sink, passage and text, where a passage is alone behind the sink and the text sees it from the query on, with
-    the logarithm of `copies` added to what a query makes of a near key.
-    """
+    """Logits after each of the tokens from at - 1 on, of a row that recalls at the token at - 1: one call over sink,
+    passage and text, which sees the passage from the query on, with the logarithm of `copies` added to near scores."""
     begin, size, query = choose_slowly(ids[:at].tolist(), WINDOW, SETTINGS), SETTINGS.size, SETTINGS.query
     first = max(1, begin, at - query - WINDOW - size + 1)
     passage = [1, *ids[begin : begin + size].tolist()]
@@ -138,7 +136,7 @@ def generate_slowly(model, ids: torch.Tensor, number: int) -> list[int]:
     return made
 
 
-def test_generation(model):
+def test_generation(model, monkeypatch):
     """`generate()` recalls at the prompt's end and after every 6 own tokens, also padded, drafted and beside others."""
     settings, texts = {"max_new_tokens": 21, "do_sample": False}, (TOKENS[:1, :50], TOKENS[1:2, :38])
     expected = [generate_slowly(model, ids, 21) for ids in texts]
@@ -149,11 +147,8 @@ def test_generation(model):
         for number in (3, 9):
             made = model.generate(ids, prompt_lookup_num_tokens=number, **settings)
             assert made[0, ids.shape[1] :].tolist() == tokens
-    model.memory.passages, passages = None, model.memory.passages
-    try:
-        assert model.generate(texts[0], **settings)[0, 50:].tolist() != expected[0]
-    finally:
-        model.memory.passages = passages
+    monkeypatch.setattr(model.memory, "passages", None)
+    assert model.generate(texts[0], **settings)[0, 50:].tolist() != expected[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
@@ -185,9 +180,8 @@ def _no_trace(model, tmp_path):
     assert not whole.isclose(expected).all()
     close(torch.cat([begun, read(model, TOKENS[:2, 60:], cache)], 1), whole, atol=1e-10)
     close(read(other, TOKENS[:2, 60:], copied), whole[:, 10:], atol=1e-10)
-    close(
-        read(model, TOKENS[:2, 60:], copy.copy(loaded), recall=False), read(model, TOKENS[:2, 60:], loaded), atol=1e-10
-    )
+    off = read(model, TOKENS[:2, 60:], copy.copy(loaded), recall=False)
+    close(off, read(model, TOKENS[:2, 60:], loaded), atol=1e-10)
 
 
 def test_a_row_that_has_read_nothing(model):
