@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 TEXT_SUFFIXES = (".txt", ".md")
-TRANSFORMERS_CLI = "titans_hf.cli.serve"
 DEVICE_HELP = "cpu, cuda, ... (default: the GPU if there is one)"
 
 
@@ -297,8 +296,7 @@ COMMANDS = {
     "read": ("titans_hf.cli.read", "read texts into a memory and save it", "train", read_options),
     "ask": ("titans_hf.cli.ask", "answer prompts from a saved memory", "train", ask_options),
     "surprise": ("titans_hf.cli.surprise", "show how much each word changed the memory", "train", surprise_options),
-    "serve": (TRANSFORMERS_CLI, "serve a checkpoint over HTTP, with OpenAI's API", "serve", None),
-    "chat": (TRANSFORMERS_CLI, "chat with a served checkpoint", "serve", None),
+    "serve": ("titans_hf.cli.serve", "serve a checkpoint over HTTP, with OpenAI's API", "serve", None),
     "forecast": ("titans_hf.cli.forecast", "forecast the time series of a CSV file", "train", forecast_options),
     "lm-eval": ("titans_hf.cli.lm_eval_command", "run lm-eval's own command line, for any task", "eval", None),
     "demo": ("titans_hf.cli.demo", "train two small models and compare their recall", "demo", demo_options),
@@ -331,10 +329,8 @@ def main() -> None:
     elif name == "--version":
         print(f"titans-hf {version('titans-hf')}")
     elif name in COMMANDS:
-        module, *_, options = COMMANDS[name]
-        # transformers' command line parses `serve` and `chat` itself; the others parse the arguments after their name.
-        sys.argv[:2] = ["titans-hf", name] if module == TRANSFORMERS_CLI else [f"titans-hf {name}"]
-        if options is not None and {"-h", "--help"} & {*sys.argv[1:]}:
+        sys.argv[:2] = [f"titans-hf {name}"]
+        if COMMANDS[name][3] is not None and {"-h", "--help"} & {*sys.argv[1:]}:
             parse(name, ["--help"])
         import_module("titans_hf.cli.shared.command_line").run_command(partial(_run, name))
     else:

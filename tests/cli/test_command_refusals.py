@@ -123,7 +123,6 @@ INPUTS = {
     "serve --memory m": "--memory m needs MODEL",
     "serve model --memory m --compile": "--memory m cannot be used with --compile",
     "serve model --memory m": "m is not a memory folder",  # when it starts
-    "chat model http://127.0.0.1:9/v1": "refused. titans-hf serve MODEL starts one",
     "trian": "there is no command trian, only train, ",
 }
 

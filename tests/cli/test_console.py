@@ -43,8 +43,7 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
     (module, *_), received = console.COMMANDS[name], []
     monkeypatch.setattr(import_module(module), "main", lambda: received.append(list(sys.argv)))
     call(monkeypatch, name, "x", "--y")
-    own = module == console.TRANSFORMERS_CLI
-    assert received == [["titans-hf", name, "x", "--y"] if own else [f"titans-hf {name}", "x", "--y"]]
+    assert received == [[f"titans-hf {name}", "x", "--y"]]
 
 
 @pytest.mark.parametrize(

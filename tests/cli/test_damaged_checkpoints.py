@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from titans_hf import TitansForSequenceClassification
 from titans_hf.cli import merge, read
-from titans_hf.cli.serving.server import check_options
+from titans_hf.cli.serve import check_options
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 

@@ -10,7 +10,7 @@ import json
 import random
 import threading
 from collections.abc import AsyncIterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from math import inf
 from typing import Any
@@ -25,10 +25,12 @@ from transformers.cli.serving.utils import GenerateManager
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from titans_hf import MemoryCache, TitansCache
+from titans_hf import MemoryCache, TitansForCausalLM
 from titans_hf.cli.serving.requests import REQUEST, ServedRequest
 from titans_hf.cli.serving.slots import Slot, Slots, Turn
-from titans_hf.cli.serving.snapshots import OPENING, Snapshots, kind_of_cache
+from titans_hf.cli.serving.snapshots import OPENING, Snapshots
+from titans_hf.cli.shared.memories import new_cache
+from titans_hf.remember.parts import Memory
 
 LEAST_LIMIT = 4096
 LEAST_TEMPERATURE = 1e-3  # below it logits overflow
@@ -40,10 +42,7 @@ class TitansGenerateManager(GenerateManager):
     """Answers the requests to a model in threads, as many at once as there are slots. max_tokens: None by default."""
 
     def __init__(self, slots: int, max_tokens: int | None):
-        self.slots, self.max_tokens, self.threads = slots, max_tokens, ThreadPoolExecutor(slots)
-
-    def submit(self, fn, *args, **kwargs) -> Future:
-        return self.threads.submit(fn, *args, **kwargs)
+        self.slots, self.max_tokens, self.submit = slots, max_tokens, ThreadPoolExecutor(slots).submit
 
     def async_submit(self, fn, *args, **kwargs) -> asyncio.Future:
         return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
@@ -51,7 +50,9 @@ class TitansGenerateManager(GenerateManager):
     def generate_streaming(self, model, processor, inputs, gen_config, **kwargs) -> tuple:
         served = self._prepare(model, inputs, gen_config)
         queue, streamer = super().generate_streaming(served, processor, inputs, gen_config, **kwargs)
-        return TextUntilStop(queue, _stop_pattern(gen_config)), streamer
+        shown = asyncio.Queue()  # always empty, so that transformers waits for `get`
+        shown.get = _until_stop(queue, _stop_pattern(gen_config)).__anext__
+        return shown, streamer
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, **kwargs) -> tuple:
         served = self._prepare(model, inputs, gen_config)
@@ -91,56 +92,50 @@ class TitansGenerateManager(GenerateManager):
 
 class ServedModel:
     """A model that answers the requests of many threads. It runs in a thread of its own, and all snapshots stay there.
-
-    Raises FileNotFoundError for a folder without a memory, ValueError for a model without one, and for the memory of
-    another model.
+    Raises ValueError and FileNotFoundError for a `memory` that the model cannot load.
     """
 
     def __init__(self, model: PreTrainedModel, snapshots: int, memory: str | None = None):
-        self.model, self.start, self.kind = model, None, kind_of_cache(model)
+        self.model, self.memory = model, memory
+        has_memory = isinstance(model, TitansForCausalLM) or isinstance(getattr(model, "memory", None), Memory)
+        self.start = new_cache(model) if has_memory else None  # copied for each request
+        if memory is not None and not has_memory:
+            raise ValueError(f"--memory {memory}: {model.name_or_path} is a {model.config.model_type} without a memory")
         if memory is not None:
-            if self.kind is None:
-                name = model.config.name_or_path
-                raise ValueError(f"--memory {memory}: {name} is a {model.config.model_type} without a memory")
-            self.start = self.kind.from_pretrained(memory, model)
+            self.start = type(self.start).from_pretrained(memory, model)
             self.start.start_prompt()
         self.thread = ThreadPoolExecutor(1)
         self.slots = Slots(model, self.thread.submit)
         self.snapshots = Snapshots(snapshots)
-        self.turn, self.seeds = threading.Lock(), random.Random(torch.initial_seed())
-
-    def new_cache(self) -> Cache:
-        """Returns a cache from which a request starts."""
-        if self.start is not None:
-            return copy.copy(self.start)
-        return self.kind(self.model.config if self.kind is TitansCache else self.model)
+        self.lock, self.seeds = threading.Lock(), random.Random(torch.initial_seed())
 
     def generate(self, request: ServedRequest, input_ids: Tensor, generation_config, **inputs) -> Tensor:
         """Generates from input_ids (1, T) as the model does. Raises HTTPException (503) once nobody waits for it."""
         request.check()
         inputs |= {"generation_config": generation_config, "stopping_criteria": StoppingCriteriaList([request.check])}
         seed = self.seeds.getrandbits(63) if request.seed is None else request.seed
-        turn = Turn(self.turn, self.model.device, seed)
+        turn = self.lock, self.model.device, seed
         if not self._takes_slot(generation_config, inputs):
-            return self._run(self._generate_alone, turn, input_ids, inputs)
-        slot = Slot(self._read_prompt(request, input_ids))
+            return self._run(self._generate_alone, Turn(*turn), input_ids, inputs)
+        slot = Slot(self._read_prompt(request, input_ids), *turn)
         asking = copy.copy(self.model)
-        asking.forward = functools.wraps(self.model.forward)(functools.partial(self._forward, slot, turn))
+        asking.forward = functools.wraps(self.model.forward)(functools.partial(self._forward, slot))
         try:
-            with turn:
+            with slot:
                 ids = asking.generate(input_ids, cache=slot.cache, **inputs)
         finally:
             cache = self.slots.leave(slot)
-        learns_from_answers = self.kind is TitansCache or self.model.memory.learn_from == "all"
-        if self.snapshots.most and learns_from_answers:  # else the cache is not that of a model which has read them
-            if isinstance(cache, MemoryCache):
+        is_remembering = isinstance(cache, MemoryCache)
+        # A memory that does not learn from answers is not that of a model which has read them.
+        if self.snapshots.most and (not is_remembering or self.model.memory.learn_from == "all"):
+            if is_remembering:
                 self._run(cache.read_unread, self.model)
             self._run(self.snapshots.keep, request.owner, ids[0, : cache.get_seq_length()].cpu(), cache)
         return ids
 
     def _takes_slot(self, config: GenerationConfig, inputs: dict) -> bool:
         return (
-            self.kind is not None
+            self.start is not None
             and config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
             and config.use_cache is not False
             and config.cache_implementation is None
@@ -148,27 +143,26 @@ class ServedModel:
         )
 
     def _generate_alone(self, turn: Turn, input_ids: Tensor, inputs: dict) -> Tensor:
-        if self.start is not None:
-            inputs["cache"] = self.new_cache()
+        if self.memory is not None:
+            inputs["cache"] = copy.copy(self.start)
             inputs["cache"].batch_repeat_interleave(inputs["generation_config"].num_beams or 1)
         with turn:
             return self.model.generate(input_ids, **inputs)
 
-    def _forward(self, slot: Slot, turn: Turn, **arguments) -> CausalLMOutputWithPast:
+    def _forward(self, slot: Slot, **arguments) -> CausalLMOutputWithPast:
         """The forward pass of a request: the prompt alone, later tokens beside those of other requests."""
         ids = arguments["input_ids"]
-        with turn.paused():
+        with slot.paused():
             if slot.has_read and ids.shape[1] == 1:
                 return CausalLMOutputWithPast(logits=self.slots.logits(slot, ids), cache=slot.cache)
             slot.has_read = True
-            return self._run(copy_context().run, functools.partial(self._call, **arguments))
+            return self._call(**arguments)
 
     def _run(self, fn, *args) -> Any:
         return self.thread.submit(fn, *args).result()
 
-    @torch.no_grad()
-    def _call(self, **arguments) -> Any:
-        return self.model(**arguments)
+    def _call(self, **arguments) -> CausalLMOutputWithPast:
+        return self._run(copy_context().run, functools.partial(torch.no_grad()(self.model), **arguments))
 
     def _read_prompt(self, request: ServedRequest, input_ids: Tensor) -> Cache:
         """Returns a cache that has read all but the last tokens of a prompt, from the longest snapshot. Snapshots are
@@ -176,9 +170,9 @@ class ServedModel:
         """
         ids, last = input_ids[0].cpu(), input_ids.shape[1] - OPENING
         if not self.snapshots.most:
-            return self.new_cache()
+            return copy.copy(self.start)
         found, at, shared = self._run(self.snapshots.branch, request.owner, ids)
-        cache = self.new_cache() if found is None else found
+        cache = copy.copy(self.start) if found is None else found
         for end in sorted({min(shared, last), last}):
             if end - at < OPENING:
                 continue
@@ -186,24 +180,14 @@ class ServedModel:
             cuts = tuple(range(TOKENS_OF_A_CALL - at % TOKENS_OF_A_CALL + 1, end - at, TOKENS_OF_A_CALL))
             for piece in input_ids[:, at:end].tensor_split(cuts, 1):
                 request.check()
-                read = functools.partial(self._call, input_ids=piece, use_cache=True, logits_to_keep=1, cache=cache)
-                self._run(read)
+                self._call(input_ids=piece, use_cache=True, logits_to_keep=1, cache=cache)
             self._run(self.snapshots.keep, request.owner, ids[:end], copy.copy(cache))
             at = end
         return cache
 
 
-class TextUntilStop:
-    """A queue of streamed text without the first stop string and what follows it."""
-
-    def __init__(self, queue: asyncio.Queue, stops: regex.Pattern):
-        self.get = _until_stop(queue, stops).__anext__
-
-    def get_nowait(self) -> Any:
-        raise asyncio.QueueEmpty  # transformers then waits for the next
-
-
 async def _until_stop(queue: asyncio.Queue, stops: regex.Pattern) -> AsyncIterator[Any]:
+    """Yields streamed text without the first stop string and what follows it."""
     held, ended = "", False  # held: the beginning of a stop string, perhaps
     while True:
         item = await queue.get()
@@ -221,5 +205,5 @@ async def _until_stop(queue: asyncio.Queue, stops: regex.Pattern) -> AsyncIterat
 
 def _stop_pattern(config: GenerationConfig) -> regex.Pattern:
     """Returns what finds the first stop string; without any, it finds nothing."""
-    stops = config.stop_strings or []
-    return regex.compile("|".join(map(regex.escape, [stops] if isinstance(stops, str) else stops)) or "(?!)")
+    stops = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or []
+    return regex.compile("|".join(map(regex.escape, stops)) or "(?!)")

@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from contextvars import Context, copy_context
-from dataclasses import dataclass
+from contextvars import copy_context
 
 import torch
 from torch import Tensor
@@ -18,19 +17,39 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 
-@dataclass(eq=False)
-class Slot:
-    """A request that is being answered.
+class Turn:
+    """Lets one request at a time compute outside of the model, by the model's `lock`, with its own random numbers."""
 
-    cache: what `generate()` holds; only its count of columns while the batch has its row. has_read: it has read its
-    prompt. ids (1, 1), context, logits: what it has asked for last; None before its first token.
+    def __init__(self, lock: threading.Lock, device: torch.device, seed: int):
+        self.lock, self.seed, self.state = lock, seed, None
+        self.source = torch if device.type == "cpu" else torch.get_device_module(device)
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        torch.manual_seed(self.seed) if self.state is None else self.source.set_rng_state(self.state)
+
+    def __exit__(self, *error) -> None:
+        self.state = self.source.get_rng_state()
+        self.lock.release()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the turn to others in the block."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+class Slot(Turn):
+    """A request that is being answered. cache: what `generate()` holds; only its count of columns while the batch has
+    its row. has_read: it has read its prompt. ids (1, 1), context, logits: what it has asked for last.
     """
 
-    cache: Cache
-    has_read: bool = False
-    ids: Tensor | None = None
-    context: Context | None = None
-    logits: Future | None = None
+    def __init__(self, cache: Cache, *turn):
+        super().__init__(*turn)
+        self.cache, self.has_read, self.ids, self.context, self.logits = cache, False, None, None, None
 
 
 class Slots:
@@ -100,28 +119,3 @@ class Slots:
             self.cache = None
         self.submit(self._step)  # all others may have asked
         return cache
-
-
-class Turn:
-    """Lets one request at a time compute outside of the model, by the model's `lock`, with its own random numbers."""
-
-    def __init__(self, lock: threading.Lock, device: torch.device, seed: int):
-        self.lock, self.seed, self.state = lock, seed, None
-        self.source = torch if device.type == "cpu" else torch.get_device_module(device)
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-        torch.manual_seed(self.seed) if self.state is None else self.source.set_rng_state(self.state)
-
-    def __exit__(self, *error) -> None:
-        self.state = self.source.get_rng_state()
-        self.lock.release()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves the turn to others in the block."""
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.__enter__()

@@ -4,25 +4,15 @@ import copy
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from titans_hf import TitansCache, TitansForCausalLM
-from titans_hf.remember import MemoryCache
-from titans_hf.remember.parts import Memory
+from titans_hf import TitansCache
 
 logger = logging.get_logger(__name__)
 # A chat template opens the answer with a few tokens, which it writes in another way once the answer is there: the
 # snapshot of a prompt is so many tokens before its end. Fewer tokens than these are not worth a snapshot.
 OPENING = 16
-
-
-def kind_of_cache(model: PreTrainedModel) -> type[Cache] | None:
-    """Returns the class of the model's memories; None for a model without."""
-    if isinstance(getattr(model, "memory", None), Memory):
-        return MemoryCache
-    return TitansCache if isinstance(model, TitansForCausalLM) else None
 
 
 class Snapshots:
