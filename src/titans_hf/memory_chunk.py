@@ -220,10 +220,13 @@ class ChunkLayer(NamedTuple):
 
 
 class GroupFunctions(NamedTuple):
-    """The functions of one group of chunks: `group_forward` and `group_backward`, as they are or compiled."""
+    """The functions of one group of chunks, `group_forward` and `group_backward`, and of one token, `token_forward` of
+    `memory_ops`: as they are, compiled, or as graphs.
+    """
 
     forward: Callable[..., tuple[MemorizeOutput, GroupStates]]
     backward: Callable[..., tuple[MemoryInputs, MemoryState, list[Tensor]]]
+    token: Callable[..., MemorizeOutput]
 
 
 def with_anchor(state: MemoryState, starts: Tensor | None) -> MemoryState:

@@ -59,8 +59,8 @@ RECORDINGS: dict[str, Any] = {"cuda": CudaRecording}  # by the type of device
 
 
 class Recorded:
-    """A function without gradients whose first `num_trees` arguments are trees of tensors and whose others are
-    constants. It is recorded and replayed where that is possible, and called elsewhere.
+    """A function whose first `num_trees` arguments are trees of tensors and whose others are constants. It is recorded
+    and replayed where that is possible, and called elsewhere and for arguments that need gradients.
     """
 
     def __init__(self, function: Callable[..., Any], num_trees: int):
@@ -71,7 +71,8 @@ class Recorded:
     def __call__(self, *arguments: Any) -> Any:
         trees, constants = arguments[: self.num_trees], arguments[self.num_trees :]
         given = tensors_of(trees)
-        device, is_plain = given[0].device, all(type(x) is Tensor for x in given)
+        device, has_grad = given[0].device, torch.is_grad_enabled()
+        is_plain = all(type(x) is Tensor and not (has_grad and x.requires_grad) for x in given)
         recording = RECORDINGS.get(device.type) if is_plain else None
         if recording is None or not recording.is_possible(device):
             return self.function(*arguments)
@@ -85,7 +86,7 @@ class Recorded:
                 self.shapes.popitem(last=False)
             if not isinstance(found, int):
                 places, recorded = found
-                copy(given, places)
+                copy([x.contiguous() for x in given], places)  # else one launch for each
                 recorded.replay()
                 results = tensors_of(recorded.results)
                 copies = list(map(torch.empty_like, results))

@@ -51,9 +51,6 @@ GROUP_BYTES = 1 << 26
 # The states of all chunks are kept for the backward where they take at most this many times the bytes of the tokens'
 # queries, keys and values; elsewhere that of each group's start, from which the others are computed again.
 KEPT_BYTES = 4
-GROUP_FUNCTIONS = GroupFunctions(group_forward, group_backward)
-GRAPHS = GroupFunctions(Recorded(group_forward, num_trees=4), Recorded(group_backward, num_trees=6))
-_compiled: GroupFunctions | None = None
 
 logger = logging.get_logger(f"transformers.{__name__}")  # `transformers.logging.set_verbosity_info()` shows its lines
 
@@ -61,15 +58,80 @@ LARGEST_KEY = 256  # of fla's chunk kernels
 SMALLEST_LOG_RETAIN = -30.0  # fla returns nan for -inf; exp(-30) is 1e-13
 
 
+def _factors_at(
+    inputs: MemoryInputs, anchor: tuple[Tensor, ...], weights: tuple[Tensor, ...], rule: UpdateRule
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Computes the gradient of the memory's loss at the anchor A, grad l(A; k, v) (eq. 12, 16), as inputs and deltas of
+    each layer. With the delta rule, the last layer's is taken at the weights before the token, grad l(M_{t-1}; k, v)
+    (eq. 10); without an anchor (), only this one is computed.
+    """
+    h, deltas = [inputs.keys], []
+    if anchor:
+        factors = gradient_factors(inputs.keys, inputs.values, anchor, rule)
+        h, deltas = list(factors.inputs), list(factors.deltas)
+    if rule.delta_rule:
+        # 2 / max(1, |h|^2) (h M - v)
+        squares = torch.linalg.vecdot(h[-1], h[-1]).clamp(min=1.0)[..., None]
+        deltas[len(weights) - 1 :] = [(h[-1] @ weights[-1]).sub_(inputs.values).mul_(2).div_(squares)]
+    return h, deltas
+
+
+def token_forward(
+    inputs: MemoryInputs,
+    state: MemoryState,
+    decay_target: Sequence[Tensor],
+    starts: Tensor | None,
+    rule: UpdateRule,
+    needs_surprise: bool,
+) -> MemorizeOutput:
+    """Updates and reads the memory with one token per row by eq. 13-15, without a branch on data.
+
+    starts: (B,) bool, True in rows whose chunk starts with this token; None without an anchor.
+    """
+    # In place on new tensors: a step takes as long as reading and writing the state.
+    anchor = tuple(map(partial(where_rows, starts), state.weights, state.anchor)) if state.anchor else ()
+    h, deltas = _factors_at(inputs, anchor, state.weights, rule)
+    theta, retain = (_of_layers(x, inputs, len(state.weights)) for x in (inputs.inner_lr, inputs.log_retain.exp()))
+    # (1 - alpha_t) M_{t-1} + alpha_t M_0 (eq. 13)
+    if decay_target:
+        weights = tuple(map(torch.lerp, decay_target, state.weights, retain))
+    else:
+        weights = tuple(x * w for x, w in zip(retain, state.weights, strict=True))
+    # S_t = eta_t S_{t-1} - theta_t h (x) delta (eq. 10, 14)
+    gradients, momentum = zip(theta, h, deltas, strict=True), ()
+    if state.momentum:
+        eta = _of_layers(inputs.log_momentum_decay.exp(), inputs, len(weights))
+        momentum = tuple(eta * s for eta, s in zip(eta, state.momentum, strict=True))
+    for step, (theta, x, delta) in zip(momentum or weights, gradients, strict=True):
+        step.addcmul_(x.mT, theta * delta, value=-1)
+    if momentum:
+        for w, s in zip(weights, momentum, strict=True):
+            w.add_(s)  # M_t = ... + S_t: eq. 13
+    retrieved = read(weights, inputs.queries, rule.network)  # y_t: eq. 15
+    surprise = token_surprise(h, deltas, rule) if needs_surprise else None
+    return MemorizeOutput(retrieved, surprise, MemoryState(weights, momentum, anchor))
+
+
+def _of_layers(gate: Tensor, inputs: MemoryInputs, depth: int) -> tuple[Tensor, ...]:
+    """Returns a gate of one token for each layer of the memory network, (B, H, 1, 1)."""
+    return gate.split(1, dim=-1) if inputs.has_gates_per_layer else (gate[..., None],) * depth
+
+
+GROUP_FUNCTIONS = GroupFunctions(group_forward, group_backward, token_forward)
+GRAPHS = GroupFunctions(*(Recorded(function, n) for function, n in zip(GROUP_FUNCTIONS, (4, 6, 4), strict=True)))
+_compiled: GroupFunctions | None = None
+
+
 def compile_chunks(**options) -> None:
     """Compiles the functions of full chunks for the whole process: see `TitansPreTrainedModel.compile_memory`."""
     global _compiled
-    _compiled = GroupFunctions(*(torch.compile(fn, dynamic=False, **options) for fn in GROUP_FUNCTIONS))
+    compiled = (torch.compile(fn, dynamic=False, **options) for fn in (group_forward, group_backward))
+    _compiled = GroupFunctions(*compiled, token_forward)
 
 
 # The inputs of a scan, the state before them, and one decay target per layer (none for 0).
 ScanArguments = tuple[MemoryInputs, MemoryState, tuple[Tensor, ...]]
-Way = Literal["features", "read", "token", "kernel", "chunks", "chunks by hand", "chunks again"]
+Way = Literal["features", "read", "token", "kernel", "chunks", "chunks by hand", "chunks by autograd"]
 # A group of consecutive chunks of equal size: their number, their tokens, the functions that compute them, and (number
 # of chunks, N) bool, True where a non-empty chunk starts in this call; None for everywhere. A chunk that started in an
 # earlier call keeps its anchor.
@@ -93,12 +155,12 @@ def choose_way(arguments: ScanArguments, rule: UpdateRule, grid: TokenGrid, kern
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(arguments))
     if torch.compiler.is_compiling() or not needs_gradients:
         return "chunks"
-    return "chunks again" if rule.network == "residual" or inputs.has_gates_per_layer else "chunks by hand"
+    return "chunks by autograd" if rule.network == "residual" or inputs.has_gates_per_layer else "chunks by hand"
 
 
 def choose_functions(way: Way, device: torch.device, kernel: str) -> GroupFunctions:
-    """Returns the functions of full chunks: as they are, compiled, or as graphs."""
-    if torch.compiler.is_compiling() or way == "chunks again":
+    """Returns the functions of full chunks and of a token: as they are, compiled, or as graphs."""
+    if torch.compiler.is_compiling() or way == "chunks by autograd":
         return GROUP_FUNCTIONS
     if _compiled is not None:
         return _compiled
@@ -185,24 +247,29 @@ def memorize_on_grid(
     _check(inputs, state, rule)
     if not rule.needs_anchor(len(state.weights)):
         state = replace(state, anchor=())
-    match way := choose_way((inputs, state, decay_target), rule, grid, kernel, updates):
+    way, device = choose_way((inputs, state, decay_target), rule, grid, kernel, updates), inputs.keys.device
+    functions, constants = choose_functions(way, device, kernel), (rule, grid.needs_surprise)
+    match way:
         case "features":
             options = dict(decay_target=decay_target[-1:], chunk_size=chunk_size, kernel=kernel, updates=updates)
             return _memorize_features(inputs, state, rule, grid, **options)
         case "read":
             return read_constant_memory(inputs, state, rule, chunk_size, grid)
-        case "token":
-            return _memorize_token(inputs, state, decay_target, chunk_size, rule, grid)
         case "kernel":
             return memorize_by_kernel(choose_kernel(kernel, inputs, state, rule), inputs, state, grid, decay_target)
-    arguments, chunk_starts = _scan_arguments(inputs, state, decay_target, grid, chunk_size)
-    functions = choose_functions(way, inputs.keys.device, kernel)
-    groups = groups_of_chunks(arguments[0], chunk_size, chunk_starts, functions)
-    scan = ChunkScan.apply if way == "chunks by hand" else ChunkScan.forward
-    results = scan(groups, rule, grid.needs_surprise, way, [], _form(arguments), *tensors_of(arguments))
-    results = [None if x is None else x.unflatten(0, inputs.inner_lr.shape[:2]) for x in results]
-    after = replace(with_tensors(arguments[1], results[2:]), num_seen=state.num_seen + grid.row_ends - grid.row_starts)
-    return MemorizeOutput(results[0], None if results[1] is None else results[1].detach(), after)
+        case "token":
+            starts = grid.once("starts", lambda: state.num_seen % chunk_size == 0, device) if state.anchor else None
+            output = functions.token(inputs, replace(state, num_seen=None), decay_target, starts, *constants)
+        case "chunks" | "chunks by hand" | "chunks by autograd":
+            arguments, chunk_starts = _scan_arguments(inputs, state, decay_target, grid, chunk_size)
+            groups = groups_of_chunks(arguments[0], chunk_size, chunk_starts, functions)
+            scan = ChunkScan.apply if way == "chunks by hand" else ChunkScan.forward
+            results = scan(groups, way, [], *constants, _form(arguments), *tensors_of(arguments))
+            results = [None if x is None else x.unflatten(0, inputs.inner_lr.shape[:2]) for x in results]
+            output = MemorizeOutput(*results[:2], with_tensors(arguments[1], results[2:]))
+    num_seen = state.num_seen + 1 if grid.is_single_token else state.num_seen + grid.row_ends - grid.row_starts
+    after = replace(output.state, num_seen=num_seen)
+    return MemorizeOutput(output.retrieved, None if output.surprise is None else output.surprise.detach(), after)
 
 
 def _memorize_features(
@@ -278,66 +345,6 @@ def read_constant_memory(
     return MemorizeOutput(retrieved, surprise, after)
 
 
-def _factors_at(
-    inputs: MemoryInputs, anchor: tuple[Tensor, ...], weights: tuple[Tensor, ...], rule: UpdateRule
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Computes the gradient of the memory's loss at the anchor A, grad l(A; k, v) (eq. 12, 16), as inputs and deltas of
-    each layer. With the delta rule, the last layer's is taken at the weights before the token, grad l(M_{t-1}; k, v)
-    (eq. 10); without an anchor (), only this one is computed.
-    """
-    h, deltas = [inputs.keys], []
-    if anchor:
-        factors = gradient_factors(inputs.keys, inputs.values, anchor, rule)
-        h, deltas = list(factors.inputs), list(factors.deltas)
-    if rule.delta_rule:
-        # 2 / max(1, |h|^2) (h M - v)
-        squares = torch.linalg.vecdot(h[-1], h[-1]).clamp(min=1.0)[..., None]
-        deltas[len(weights) - 1 :] = [(h[-1] @ weights[-1]).sub_(inputs.values).mul_(2).div_(squares)]
-    return h, deltas
-
-
-def _memorize_token(
-    inputs: MemoryInputs,
-    state: MemoryState,
-    decay_target: tuple[Tensor, ...],
-    chunk_size: int,
-    rule: UpdateRule,
-    grid: TokenGrid,
-) -> MemorizeOutput:
-    """Updates with one token per row by eq. 13-15, without a branch on data."""
-    # In place on new tensors: a step takes as long as reading and writing the state.
-    anchor = ()
-    if state.anchor:
-        starts = grid.once("starts", lambda: state.num_seen % chunk_size == 0, state.num_seen.device)
-        anchor = tuple(map(partial(where_rows, starts), state.weights, state.anchor))
-    h, deltas = _factors_at(inputs, anchor, state.weights, rule)
-    theta, retain = (_of_layers(x, inputs, len(state.weights)) for x in (inputs.inner_lr, inputs.log_retain.exp()))
-    # (1 - alpha_t) M_{t-1} + alpha_t M_0 (eq. 13)
-    if decay_target:
-        weights = tuple(map(torch.lerp, decay_target, state.weights, retain))
-    else:
-        weights = tuple(x * w for x, w in zip(retain, state.weights, strict=True))
-    # S_t = eta_t S_{t-1} - theta_t h (x) delta (eq. 10, 14)
-    gradients, momentum = zip(theta, h, deltas, strict=True), ()
-    if state.momentum:
-        eta = _of_layers(inputs.log_momentum_decay.exp(), inputs, len(weights))
-        momentum = tuple(eta * s for eta, s in zip(eta, state.momentum, strict=True))
-    for step, (theta, x, delta) in zip(momentum or weights, gradients, strict=True):
-        step.addcmul_(x.mT, theta * delta, value=-1)
-    if momentum:
-        for w, s in zip(weights, momentum, strict=True):
-            w.add_(s)  # M_t = ... + S_t: eq. 13
-    after = MemoryState(weights, momentum, anchor, state.num_seen + 1)
-    retrieved = read(weights, inputs.queries, rule.network)  # y_t: eq. 15
-    surprise = token_surprise(h, deltas, rule).detach() if grid.needs_surprise else None
-    return MemorizeOutput(retrieved, surprise, after)
-
-
-def _of_layers(gate: Tensor, inputs: MemoryInputs, depth: int) -> tuple[Tensor, ...]:
-    """Returns a gate of one token for each layer of the memory network, (B, H, 1, 1)."""
-    return gate.split(1, dim=-1) if inputs.has_gates_per_layer else (gate[..., None],) * depth
-
-
 def _form(tree: Any) -> Any:
     """Returns a tree of the same form that holds no memory."""
     nothing = torch.empty(0)
@@ -350,10 +357,10 @@ class ChunkScan(torch.autograd.Function):
     @staticmethod
     def forward(
         groups: Sequence[Group],
-        rule: UpdateRule,
-        needs_surprise: bool,
         way: Way,
         kept: list[tuple[MemoryInputs, MemoryState | GroupStates]],
+        rule: UpdateRule,
+        needs_surprise: bool,
         form: ScanArguments,
         *tensors: Tensor,
     ) -> tuple[Tensor | None, ...]:
@@ -362,7 +369,7 @@ class ChunkScan(torch.autograd.Function):
         state. For a backward by hand, appends to `kept` what that of each group starts with: its inputs, and the states
         at the starts of its chunks, or at its own start.
         """
-        by_hand, recomputes = (way == x for x in ("chunks by hand", "chunks again"))
+        by_hand, recomputes = (way == x for x in ("chunks by hand", "chunks by autograd"))
         tensors = map(Tensor.detach, tensors) if by_hand else tensors
         (inputs, state, decay_target), retrieved, surprise = with_tensors(form, tensors), [], []
         of_states = sum(x.numel() for x in (*state.weights, *state.momentum)) * inputs.keys.shape[1] / groups[0][1]
@@ -384,7 +391,7 @@ class ChunkScan(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        ctx.groups, ctx.rule, _, _, kept, form, *tensors = inputs
+        ctx.groups, _, kept, ctx.rule, _, form, *tensors = inputs
         _, state, decay_target = with_tensors(form, tensors)
         if output[1] is not None:
             ctx.mark_non_differentiable(output[1])

@@ -7,9 +7,10 @@ import torch
 from common import VARIANTS, full_logits, gradients, left_pad, make_ids, make_model
 from covering import covering, in_one_test
 from tape import Tape
-from test_launches import make, read, train
+from test_launches import Launches, decode, make, read, train
 
 from titans_hf import memory_chunk, memory_graphs, memory_ops
+from titans_hf.memory_state import tensors_of
 
 FORMS = {
     "titans": dict(),
@@ -38,12 +39,17 @@ def replays(run) -> int:
 
 
 def step(model, length: int, seed: int, padded: bool) -> list[torch.Tensor]:
-    """Returns logits, loss and gradients of two rows that end, and with padding start, within a chunk."""
+    """Returns logits, loss and gradients of two rows that end, and with padding start, within a chunk; and the logits
+    of two tokens more.
+    """
     ids, mask = left_pad([make_ids(length, seed=seed), make_ids(length - 6 * padded, seed=seed + 1)])
     model.zero_grad()
     output = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False)
     output.loss.backward()
-    return [full_logits(model, ids, mask), output.loss, *(x for x in gradients(model).values() if x is not None)]
+    with torch.no_grad():
+        cache = model(ids, attention_mask=mask, use_cache=True).cache
+        tokens = [model(token, cache=cache).logits for token in ids[:, :2].split(1, dim=1)]
+    return [full_logits(model, ids, mask), output.loss, *tokens, *tensors_of([*gradients(model).values()])]
 
 
 @covering(2, {"variant": VARIANTS, "form": FORMS, "padded": [False, True]})
@@ -92,6 +98,38 @@ def test_a_whole_step_is_one_graph(variant, form, monkeypatch):
     ids.copy_(make_ids(2, 37, seed=1))
     tape.replay()
     assert all(map(torch.equal, tape.results, step()))
+
+
+@pytest.mark.parametrize("recorded_call,most", [(1 << 30, 1363), (2, 847)])
+def test_launches_of_a_token(recorded_call, most, monkeypatch):
+    """The launches of one more token in twelve layers, and where a replay takes the place of each memory's step."""
+    monkeypatch.setattr(memory_graphs, "RECORDED_CALL", recorded_call)
+    one, two = (decode(make(number)).total + number * (recorded_call == 2) for number in (1, 2))
+    assert one + 11 * (two - one) <= most
+
+
+@torch.no_grad()
+@covering(2, {"variant": VARIANTS, "form": FORMS})
+def test_a_decoded_token_is_one_graph(variant, form):
+    """The step of a token whose states are arguments and results is recorded with no read by the host, and replayed it
+    has logits and states to the bit, in ten launches at most.
+    """
+    model, ids = make_model(variant, dtype=torch.float32, memory_kernel="torch", **FORMS[form]), make_ids(2, 40)
+    cache = model(ids, use_cache=True).cache
+
+    def step(token: torch.Tensor, states: tuple) -> tuple:
+        for layer, state in zip(cache.layers, states, strict=True):
+            layer.state = state
+        return model(token, cache=cache).logits, tuple(layer.state for layer in cache.layers)
+
+    recorded, (_, states) = memory_graphs.Recorded(step, 2), step(ids[:, :1], [x.state for x in cache.layers])
+    for token in ids[:, :10].split(1, dim=1):
+        expected = step(token, states)
+        with Launches() as launches:
+            results = recorded(token, states)
+        assert all(map(torch.equal, tensors_of(results), tensors_of(expected)))
+        states = results[1]
+    assert launches.total < 10
 
 
 @in_one_test("of_host", [torch.Tensor.item, torch.nonzero, lambda x: x[x > 0], lambda x: torch.tensor([1.0]) + x])
