@@ -12,7 +12,7 @@ from titans_hf.remember.passages import Passages
 from titans_hf.remember.token_list import TokenList
 
 TOKENS = torch.randint(3, 53, (4, 90), generator=torch.Generator().manual_seed(7))
-SETTINGS = Passages(block=2, before=3, after=5, query=8, every=6, copies=3)
+SETTINGS = Passages(block=2, before=3, after=11, query=8, every=6, copies=3)
 KINDS = ("v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
 
 

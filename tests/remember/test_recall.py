@@ -35,7 +35,7 @@ def read(model, ids, cache, **arguments):
 def choose_slowly(ids: list[int], window: int, settings: Passages) -> int | None:
     """The choice by sets of terms, of a whole text."""
     terms = lambda i: {(ids[i],)} | ({(ids[i - 1], ids[i])} if i else set())  # noqa: E731
-    number = (len(ids) - max(window - 1, settings.after)) // settings.block - 1
+    number = (len(ids) - max(window - 1, settings.before + settings.after)) // settings.block - 1
     if number < 1:
         return None
     begins = [settings.block * i for i in range(number)]

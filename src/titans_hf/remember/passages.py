@@ -53,8 +53,8 @@ class Passages:
 
     @property
     def near(self) -> slice:
-        """The part of a passage that stands `copies` times in sight: the span, a block before it and two after it."""
-        return slice(max(0, self.before - self.block), self.before + 4 * self.block)
+        """The part of a passage that stands `copies` times in sight: the span, a block before it and five after it."""
+        return slice(max(0, self.before - self.block), self.before + 7 * self.block)
 
     def initial_state(self, rows: int, device: torch.device) -> dict[str, Tensor]:
         """Returns the store before the first token: ids (R, N) int32, whose rows end at the same column."""
@@ -70,7 +70,7 @@ class Passages:
         """
         first = (len(ids) - seen) % self.block  # blocks count from the text's first token
         ids = ids[first:].long()
-        number = (len(ids) - max(window - 1, self.after)) // self.block  # blocks
+        number = (len(ids) - max(window - 1, self.before + self.after)) // self.block  # blocks
         if number < 2:
             return None
         asked = ids[: len(ids) - self._header(ids)]
