@@ -34,12 +34,18 @@ def with_spread(values: Sequence[float], form: str = ".3f", factor: float = 1) -
     return f"{factor * mean(values):{form}}{spread}"
 
 
+def half_width(values: Sequence[float]) -> float:
+    """Returns half of the 95 % interval of a mean, by Student's t; 0 for a single value."""
+    number = len(values)
+    return student.ppf(0.975, number - 1) * stdev(values) / number**0.5 if number > 1 else 0.0
+
+
 def with_interval(values: Sequence[float], form: str = ".3f") -> str:
-    """Formats a mean with its 95 % interval over seeds, by Student's t; one seed has none."""
+    """Formats a mean with its 95 % interval; that of a single value has none."""
     if len(values) < 2:
         return f"{mean(values):{form}}" if len(values) else ""
-    half = student.ppf(0.975, len(values) - 1) * stdev(values) / len(values) ** 0.5
-    return f"{mean(values):{form}} [{mean(values) - half:{form}}, {mean(values) + half:{form}}]"
+    low, high = (mean(values) + side * half_width(values) for side in (-1, 1))
+    return f"{mean(values):{form}} [{low:{form}}, {high:{form}}]"
 
 
 def report_of_rows(records: list[Record], baselines: list[str], each_seed: bool) -> list[str]:

@@ -1,15 +1,19 @@
-"""Makes BABILong from bAbI's own files and a folder of books: facts hidden in a novel, in order, at random places."""
+"""Makes BABILong from bAbI's own files and a folder of books: facts hidden in a novel, in order, at random places.
+
+The instruction and the examples are BABILong's own, and the places are options.
+"""
 
 import random
 import re
 from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from eval.streaming.reading import Question
 from titans_hf.cli.shared.text_files import find_files, read_text
 
 SEED = 42
@@ -17,24 +21,24 @@ SEED = 42
 SENTENCE_END = re.compile(r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[A-Z]\.)(?<=[.!?])([\"')]*)\s+")
 
 
-class Question(NamedTuple):
+# A question, and the beginning of its answer in the form that the instruction asks for.
+BEGUN = {
+    "qa1": (r"Where is (\w+)\?", r"The most recent location of \1 is"),
+    "qa2": (r"Where is the (\w+)\?", r"The \1 is in the"),
+    "qa3": (r"Where was the (\w+) before the (\w+)\?", r"Before the \2 the \1 was in the"),
+}
+
+
+class Story(NamedTuple):
     """A question, its answer, and all earlier facts of its story, in order."""
 
     facts: list[str]
-    text: str
+    question: str
     answer: str
 
 
-def load_task_config(task: str) -> dict[str, Any]:
-    """Loads lm-eval's configuration of BABILong's qa1, qa2, ...: its description, examples and score."""
-    import lm_eval.tasks
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    return load_yaml(Path(lm_eval.tasks.__file__).parent / "babilong" / f"babilong_{task}.yaml")
-
-
-def read_questions(folder: Path, task: str) -> Iterator[Question]:
-    """Yields the questions of the test file of qa1, qa2, ... in a folder of bAbI's files."""
+def read_stories(folder: Path, task: str) -> Iterator[Story]:
+    """Yields the stories of the test file of qa1, qa2, ... in a folder of bAbI's files."""
     files = list(folder.glob(f"{task}_*_test.txt"))
     if len(files) != 1:
         raise ValueError(f"--stories {folder} must hold one {task}_*_test.txt, but holds {len(files)}")
@@ -45,7 +49,7 @@ def read_questions(folder: Path, task: str) -> Iterator[Question]:
             facts = []
         if "\t" in text:
             question, answer, _ = text.split("\t")
-            yield Question(list(facts), question.strip(), answer)
+            yield Story(list(facts), question.strip(), answer)
         else:
             facts.append(text.strip())
 
@@ -55,18 +59,18 @@ def split_sentences(text: str) -> list[str]:
     return SENTENCE_END.sub(r"\1\n", " ".join(text.split())).split("\n")
 
 
-def make_samples(
-    questions: Iterator[Question], books: Path, tokenizer: PreTrainedTokenizerBase, length: int
-) -> Iterator[dict[str, str]]:
-    """Makes a sample of each question, in the schema of BABILong's data sets.
+def hide_facts(
+    stories: Iterator[Story], books: Path, tokenizer: PreTrainedTokenizerBase, length: int
+) -> Iterator[tuple[str, Story]]:
+    """Yields a context of each story, and the story.
 
-    The context ("input") fills `length` tokens to the sentence of the books, as the tokens of the sentences add up; the
-    books start anew where they end. Length 0 is the facts alone. A question whose facts do not fit is left out.
+    The context fills `length` tokens to the sentence of the books, as the tokens of the sentences add up; the books
+    start anew where they end. Length 0 is the facts alone. A story whose facts do not fit is left out.
     """
-    sentences = [x for file in find_files(books, "--books") for x in split_sentences(read_text(file, "--books"))]
+    sentences = [x for file in find_files(books, "--text") for x in split_sentences(read_text(file, "--text"))]
     sizes = [len(ids) for ids in tokenizer([f" {x}" for x in sentences], verbose=False).input_ids]
-    for index, (facts, question, answer) in enumerate(questions):
-        context = " ".join(facts)
+    for index, story in enumerate(stories):
+        context = " ".join(story.facts)
         rest = length - len(tokenizer(context, verbose=False).input_ids)
         if length and rest < 0:
             continue
@@ -75,8 +79,26 @@ def make_samples(
             start = rng.randrange(len(sentences))
             ends = np.cumsum(np.tile(np.roll(sizes, -start), rest // sum(sizes) + 1))
             chosen = list(islice(cycle(sentences), start, start + int((ends <= rest).sum())))
-            places = sorted(rng.randint(0, len(chosen)) for _ in facts)
-            for place, fact in reversed(list(zip(places, facts, strict=True))):
+            places = sorted(rng.randint(0, len(chosen)) for _ in story.facts)
+            for place, fact in reversed(list(zip(places, story.facts, strict=True))):
                 chosen.insert(place, fact)
             context = " ".join(chosen)
-        yield {"input": context, "question": question, "target": answer}
+        yield context, story
+
+
+def make_stories(
+    folder: Path, books: Path, tokenizer: PreTrainedTokenizerBase, number: int, kind: str, length: int
+) -> list[tuple[str, list[Question]]]:
+    """Makes `number` stories, drawn evenly from the test file of qa1, ...; fewer, if their facts do not fit."""
+    import lm_eval.tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    config = load_yaml(Path(lm_eval.tasks.__file__).parent / "babilong" / f"babilong_{kind}.yaml")
+    shots = "".join(f"{x['input']}\n{x['question']} {x['target']}\n\n" for x in config["fewshot_config"]["samples"])
+    stories = list(read_stories(folder, kind))
+    places, parts = sorted({x.answer for x in stories}), []
+    chosen = stories[:: max(1, len(stories) // number)][:number]
+    for context, (_, question, answer) in hide_facts(iter(chosen), books, tokenizer, length):
+        asked = f"\n{question} {re.sub(*BEGUN[kind], question)}"
+        parts.append((config["description"] + shots + context, [Question(kind, asked, answer, places)]))
+    return parts

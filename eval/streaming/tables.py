@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from scipy.stats import t as student
 
 from eval.common.records import Record
+from eval.common.tables import half_width, with_interval
 from titans_hf.cli.shared.figures import save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
@@ -34,19 +34,6 @@ LABELS = {  # of the methods in the pictures
 COLOURS = {"passages": "tab:red", "fast-passages": "tab:orange", "fast": "tab:blue", "both": "tab:purple"}  # of ours
 
 
-def interval(values: np.ndarray, form: str = ".3f") -> str:
-    """Formats a mean over texts with its 95 % interval by Student's t."""
-    if len(values) < 2:
-        return f"{values.mean():{form}}"
-    half = half_width(values)
-    return f"{values.mean():{form}} [{values.mean() - half:{form}}, {values.mean() + half:{form}}]"
-
-
-def half_width(values: np.ndarray) -> float:
-    """Returns half of the 95 % interval of a mean over texts."""
-    return student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
-
-
 def group(records: list[Record], task: str) -> dict[tuple[str, int], dict[str, dict[str, Record]]]:
     """Groups the records of a task by texts and window, then by method and text."""
     groups = defaultdict(lambda: defaultdict(dict))
@@ -54,7 +41,7 @@ def group(records: list[Record], task: str) -> dict[tuple[str, int], dict[str, d
         run = record["run"]
         if run["task"] == task:
             loss = task == "loss"  # a seed is of the fit there, and of the questions with facts
-            method = run["method"].replace("window+search", "search")
+            method = run["method"]
             method = f"{method}, fit {run['seed']}" if loss and run["seed"] else method
             groups[run["data"], run["window"]][method][run["text"] if loss else f"{run['text']} {run['seed']}"] = record
     return groups
@@ -85,7 +72,7 @@ def loss_table(methods: dict[str, dict[str, Record]], per_block: int) -> str:
             same, full = gains(methods, name, RIVAL)[0], gains(methods, RIVAL, name)[0]
             of_full = f"{same.mean() / full.mean():.0%} of {len(full)}" if len(full) else ""
         parts = [f"{gain[:, low // per_block : high // per_block].mean():.3f}" for low, high in pairwise(edges)]
-        rows.append([name, f"{more / 1e6:.2f}", interval(gain.mean(1)), of_full, *parts, len(gain)])
+        rows.append([name, f"{more / 1e6:.2f}", with_interval(gain.mean(1)), of_full, *parts, len(gain)])
     ranges = [f"{low:,} to {high:,}" for low, high in pairwise(edges)]
     return markdown_table(
         ["method", "MB beyond the window", "gain, nats", "share of full attention's, of texts", *ranges, "texts"], rows
@@ -124,7 +111,7 @@ def answers_table(methods: dict[str, dict[str, Record]]) -> str:
         told = [x[4] for y in of_kind.values() for x in y if len(x) == 5 and x[0] != "absent"]
         its = found_by_text(methods, name)
         both = sorted(ours.keys() & its.keys())
-        paired = interval(np.array([ours[x] - its[x] for x in both])) if both and name != OURS else ""
+        paired = with_interval([ours[x] - its[x] for x in both]) if both and name != OURS else ""
         rows.append([name, *right, f"{np.mean(told):.3f}" if told and isinstance(told[0], float) else "", paired])
     floors = [max((floor_of(x[kind]) for x in found.values()), key=len) for kind in kinds]
     rows += [["most frequent answer, or any", *floors, "", ""]] if any(floors) else []
@@ -181,11 +168,11 @@ def plot(records: list[Record], path: Path) -> None:
 
 def draw(axes, found: dict[str, tuple[float, np.ndarray]]) -> None:
     """Draws methods by bytes and values of texts. Labels stand in a column on the right, none above another."""
-    tops = [y.mean() + (half_width(y) if len(y) > 1 else 0) for _, y in found.values()]
+    tops = [y.mean() + half_width(y) for _, y in found.values()]
     gap, below = max(tops) / 14, np.inf
     for name, (x, y) in sorted(found.items(), key=lambda item: -item[1][1].mean()):
         colour, is_ours = COLOURS.get(name, "gray"), name in COLOURS
-        half = half_width(y) if len(y) > 1 else 0
+        half = half_width(y)
         axes.errorbar(
             x, y.mean(), half, fmt="o", color=colour, capsize=3, markersize=5 + 3 * is_ours, elinewidth=1 + is_ours
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, tensor
 from transformers import PreTrainedTokenizerBase
 
-from eval.streaming import chat, ruler, stories
+from eval.streaming import babilong, chat, ruler
 from eval.streaming.facts import Answer, judge, make_text
 from eval.streaming.readers import Reader
 from eval.streaming.reading import Question, load_texts
@@ -31,8 +31,8 @@ class Task(NamedTuple):
 def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
     """Makes all texts of a task."""
     if args.task == "babilong":
-        make = partial(stories.make_stories, args.stories, args.text[0], tokenizer, args.number)
-        kinds = product(args.lengths, stories.BEGUN)
+        make = partial(babilong.make_stories, args.stories, args.text[0], tokenizer, args.number)
+        kinds = product(args.lengths, babilong.BEGUN)
         return [Task(f"{kind}, {length} tokens", parts=make(kind, length)) for length, kind in kinds]
     longest = max(args.lengths, default=0)
     needed = {"loss": args.tokens, "facts": longest, "ruler": 2 * longest, "chat": chat.TOKENS, "told": chat.TOKENS}

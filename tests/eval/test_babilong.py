@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 def test_questions_have_the_facts_before_them(folder):
     """Each question has the facts of its story up to it, and no others."""
-    assert list(babilong.read_questions(folder / "stories", "qa1")) == [
+    assert list(babilong.read_stories(folder / "stories", "qa1")) == [
         (["Mary went to the hall.", "John ran to the garden."], "Where is Mary?", "hall"),
         (
             ["Mary went to the hall.", "John ran to the garden.", "Mary left for the office."],
@@ -43,11 +43,10 @@ def test_questions_have_the_facts_before_them(folder):
 @in_one_test("length", [150, 1024, 50_000])
 def test_stories_fill_the_length_in_their_order(folder, length):
     """The facts lie in their order among sentences of the book in theirs, which fill the length to one sentence."""
-    questions = list(babilong.read_questions(folder / "stories", "qa1"))
-    samples = list(babilong.make_samples(iter(questions), folder / "books", TOKENIZER, length))
+    stories = list(babilong.read_stories(folder / "stories", "qa1"))
+    contexts = list(babilong.hide_facts(iter(stories), folder / "books", TOKENIZER, length))
     text = " ".join(BOOK.split())
-    for (facts, _, _), sample in zip(questions, samples, strict=True):
-        found = sample["input"]
+    for (facts, _, _), (found, _) in zip(stories, contexts, strict=True):
         assert length - 40 < num_tokens(found) <= length
         places = [found.index(fact) for fact in facts]
         assert places == sorted(places)
@@ -58,10 +57,9 @@ def test_stories_fill_the_length_in_their_order(folder, length):
 
 def test_facts_lie_anywhere_or_alone(folder):
     """Facts occur from the start of a sample to its end; length 0 has the facts alone; too long ones are left out."""
-    one = babilong.Question(["Sandra moved to the garden."], "Where is Sandra?", "garden")
-    rows = list(babilong.make_samples(itertools.repeat(one, 100), folder / "books", TOKENIZER, 2000))
-    places = [row["input"].index("Sandra") / 2000 for row in rows]
+    one = babilong.Story(["Sandra moved to the garden."], "Where is Sandra?", "garden")
+    rows = list(babilong.hide_facts(itertools.repeat(one, 100), folder / "books", TOKENIZER, 2000))
+    places = [context.index("Sandra") / 2000 for context, _ in rows]
     assert min(places) < 0.1 and max(places) > 0.85
-    (alone,) = babilong.make_samples(iter([one]), folder / "books", TOKENIZER, 0)
-    assert alone == {"input": one.facts[0], "question": one.text, "target": one.answer}
-    assert list(babilong.make_samples(iter([one]), folder / "books", TOKENIZER, 20)) == []
+    assert list(babilong.hide_facts(iter([one]), folder / "books", TOKENIZER, 0)) == [(one.facts[0], one)]
+    assert list(babilong.hide_facts(iter([one]), folder / "books", TOKENIZER, 20)) == []

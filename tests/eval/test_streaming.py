@@ -17,7 +17,6 @@ from torch.nn.functional import cross_entropy
 
 from eval.streaming import chat, facts, readers, ruler, tasks
 from eval.streaming.__main__ import main
-from eval.streaming.tables import interval
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -209,8 +208,3 @@ def test_runs_become_lines_and_tables(task, tokenizer, tmp_path, capsys):
         assert f"{sum(x[3] for x in answers):.3g} of {len(answers)}" in printed
     with pytest.raises(SystemExit):
         main([*command, "--methods", "wndow"])
-
-
-def test_interval_is_student_s():
-    """0, 1, 2 have the mean 1 and, with two degrees of freedom, a half width of 4.303 / sqrt(3)."""
-    assert interval(np.array([0.0, 1.0, 2.0]), ".2f") == "1.00 [-1.48, 3.48]"
