@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     check_minimums(args, **{name: 1 for name in COUNTS if name in args})
     if args.benchmark == "gpu":
-        return on_a_gpu.run_parts(args, main)
+        return on_a_gpu.run_parts(args)
     args.device = choose_device(args.device)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it seems to plan anew for each length of a cache
     torch.set_num_threads(1)

@@ -6,19 +6,16 @@ with the end of what it printed, and the rows of the part itself. Each line is w
 
 """
 
-import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from pathlib import Path
 
 from eval.common.records import append_record, describe_commit
-from titans_hf.cli.shared.command_line import run_command
 
 TESTS = "-m gpu -rs -s --noconftest -p no:cacheprovider tests/model/test_gpu.py"
 MEMORY = "memory --heads 16 --batch_size 4 --repeats 3 --dtype bfloat16 --lengths 4096 32768"
@@ -69,70 +66,48 @@ SMALLEST = {
 LAST_LINES = 30  # of what a part printed, in its line of --output
 
 
-def command_of(part: str, others: dict[str, str], rows: Sequence[str] = ()) -> list[str]:
-    """Returns the arguments of `scripts.bench` for a part, with other options, and where its rows are made and written;
-    none for the tests.
-    """
+def command_of(part: str, others: dict[str, str]) -> list[str]:
+    """Returns the arguments of `scripts.bench` for a part, with other options; none for the tests."""
     command = PARTS[part].split()
-    return [*command, *others.get(command[0], "").split(), *rows] if command else []
+    return [*command, *others.get(command[0], "").split()] if command else []
 
 
-def run_part(main: Callable[[list[str]], None], command: list[str], printed: Path) -> None:
-    """Runs a part in this process, a new one, and exits with its status. What it prints is in the file `printed`."""
-    with printed.open("w") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-        with redirect_stdout(stream), redirect_stderr(stream):
-            if not command:
-                import pytest
+def run_parts(args: Namespace) -> None:
+    """Runs the parts that --parts names. If one fails, the exit status is 1 at the end."""
+    options, statuses = ["--device", str(args.device)], {}
 
-                sys.exit(pytest.main(TESTS.split()))
-            run_command(partial(main, command))
+    def begin(part: str, others: dict[str, str]) -> tuple[str, subprocess.Popen, float]:
+        """Starts a part; what it prints is in a file of its name."""
+        command = command_of(part, others)
+        command = ["scripts.bench", *command, *options] if command else ["pytest", *TESTS.split()]
+        with Path(folder, part).open("w") as printed:
+            streams = {"stdout": printed, "stderr": subprocess.STDOUT, "process_group": 0}
+            return part, subprocess.Popen([sys.executable, "-m", *command], **streams), time.perf_counter()
 
-
-class Running:
-    """A part that runs in a process of its own. The process is forked, so that nothing is imported again."""
-
-    def __init__(self, part: str, main: Callable[[list[str]], None], command: list[str], folder: Path):
-        self.part, self.start, self.printed = part, time.perf_counter(), folder / part
-        self.printed.touch()
-        target = (main, command, self.printed)
-        self.process = multiprocessing.get_context("fork").Process(target=run_part, args=target)
-        self.process.start()
-        os.setpgid(self.process.pid, self.process.pid)  # the group of all that the part starts, which can be stopped
-
-    def end(self, seconds: float, about: dict, output: Path | None) -> int | str:
-        """Waits until the part ends, at most some seconds from its start; prints its end, and returns its status."""
-        self.process.join(max(0, self.start + seconds - time.perf_counter()))
-        status = self.process.exitcode
-        if status is None:
+    def end(part: str, process: subprocess.Popen, start: float, texts: str, seconds: float) -> None:
+        """Waits until a part ends, at most some seconds from its start; prints its end, and keeps its status."""
+        try:
+            status = process.wait(max(0, start + seconds - time.perf_counter()))
+        except subprocess.TimeoutExpired:
             status = f"longer than {seconds:g} seconds"
-            os.killpg(self.process.pid, 9)
-            self.process.join()
-        about = about | {"part": self.part, "status": status, "seconds": round(time.perf_counter() - self.start, 1)}
+            os.killpg(process.pid, signal.SIGKILL)  # with all that the part has started
+            process.wait()
+        statuses[part] = status
+        about = {"texts": texts, "part": part, "status": status, "seconds": round(time.perf_counter() - start, 1)}
         print(*about.values(), flush=True)
-        last = self.printed.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
-        print(*(last if status or about["texts"] == "full" else ()), "", sep="\n", flush=True)
-        if output:
-            append_record({"benchmark": "gpu"} | about | {"printed": last, "commit": describe_commit()}, output)
-        return status
+        last = Path(folder, part).read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
+        print(*(last if status or texts == "full" else ()), "", sep="\n", flush=True)
+        if args.output:
+            append_record({"benchmark": "gpu"} | about | {"printed": last, "commit": describe_commit()}, args.output)
 
-
-def run_parts(args: Namespace, main: Callable[[list[str]], None]) -> None:
-    """Runs the parts that --parts names by `main` of `scripts.bench`. If one fails, the exit status is 1 at the end."""
-    # Without NVML, the question whether there is a GPU would open it, and a forked process could not.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    rows, statuses = ["--device", str(args.device)], {}
     with tempfile.TemporaryDirectory() as folder:
-        start = lambda part, others: Running(part, main, command_of(part, others, rows), Path(folder))  # noqa: E731
         if not args.smallest:
-            short = [start(part, SHORT) for part in args.parts]
-            statuses = {x.part: x.end(args.seconds_of_short_texts, {"texts": "short"}, args.output) for x in short}
-        rows += ["--output", str(args.output)] if args.output else []
+            for running in [begin(part, SHORT) for part in args.parts]:
+                end(*running, "short", args.seconds_of_short_texts)
+        options += ["--output", str(args.output)] if args.output else []
         for part in args.parts:
             has_failed = isinstance(statuses.get(part), int) and statuses[part] != 0
             if (PARTS[part] or args.smallest) and not has_failed:
-                running = start(part, SMALLEST if args.smallest else {})
-                statuses[part] = running.end(args.seconds, {"texts": "full"}, args.output)
+                end(*begin(part, SMALLEST if args.smallest else {}), "full", args.seconds)
     if failed := [part for part, status in statuses.items() if status]:
         raise SystemExit(f"These parts failed: {', '.join(failed)}.")
