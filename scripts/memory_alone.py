@@ -1,8 +1,6 @@
 """The layer of a memory alone, by the program of its update, or a Gated DeltaNet layer of equal size.
 
-"of large product" is the share of the layer's time that as many multiply-adds take in one large matrix product. That
-product is measured in the same run, in the layer's dtype. Forward and backward together count as three forwards.
-Triangular systems are not counted. Before a program is timed, its outputs and gradients must be those of float64.
+Before a program is timed, its outputs and gradients must be those of float64.
 """
 
 from argparse import Namespace
@@ -12,17 +10,16 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from eval.common.compared_models import parse_settings
 from scripts.measure import least_seconds, peak_bytes, unless_out_of_memory
-from titans_hf import TitansConfig, memory_chunk, memory_graphs
+from titans_hf import TitansConfig, memory_graphs
 from titans_hf.memory_ops import compile_chunks
 from titans_hf.neural_memory import NeuralMemory
 
-HEAD_DIM, CHECKED_TOKENS, COUNTED_TOKENS = 64, 342, 1024  # of 342, a group of four chunks, a chunk and a part
+HEAD_DIM, CHECKED_TOKENS = 64, 342  # of 342, a group of four chunks, a chunk and a part
 OTHER = "gated-deltanet"
-PROGRAMS = ("torch", "cublas", "graphs", "compiled", "fla", OTHER)
+PROGRAMS = ("torch", "graphs", "compiled", "fla", OTHER)
 TOLERANCES = {"cpu": 1e-4, "cuda": 1e-2}  # of float32 by a kernel, which may multiply in TF32
 
 
@@ -36,18 +33,9 @@ def make_layer(args: Namespace) -> nn.Module:
         return GatedDeltaNet(size, expand_v=1, head_dim=HEAD_DIM, num_heads=args.heads).to(args.device)
     kernel = {"fla": "fla", "graphs": "auto"}.get(args.program, "torch")
     memory_graphs.RECORDED_CALL = 1  # so that what is checked is a replay
-    if args.program == "cublas":  # the delta rule's systems by the library, as on a CPU
-        memory_chunk.SOLVED_BY_HALVES.clear()
     sizes = {"hidden_size": size, "memory_num_heads": args.heads, "memory_kernel": kernel}
     settings = parse_settings(args.set, TitansConfig())
     return NeuralMemory(TitansConfig(variant="lmm", **sizes | settings)).to(args.device)
-
-
-def in_pytorch(layer: NeuralMemory, dtype: torch.dtype) -> NeuralMemory:
-    """Copies a layer, for plain PyTorch."""
-    copy = deepcopy(layer).to(dtype)
-    copy.config.memory_kernel = "torch"
-    return copy
 
 
 def draw(args: Namespace, length: int, dtype: torch.dtype) -> Tensor:
@@ -74,8 +62,10 @@ def check(args: Namespace, layer: NeuralMemory) -> float:
     layer = deepcopy(layer)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.1)
+    reference = deepcopy(layer).double()
+    reference.config.memory_kernel = "torch"
     hidden_states, results = draw(args, CHECKED_TOKENS, torch.float64), []
-    for program in (in_pytorch(layer, torch.float64), layer):
+    for program in (reference, layer):
         output = program(hidden_states.to(program.o_proj.weight.dtype))[0]
         results.append([output, *torch.autograd.grad(output.square().sum(), list(program.parameters()))])
         if args.program == "compiled" and program is not layer:
@@ -89,33 +79,18 @@ def check(args: Namespace, layer: NeuralMemory) -> float:
     return max(distances)
 
 
-def large_product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measures the operations per second, two for each multiply-add, of one large matrix product."""
-    size = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / least_seconds(lambda: a @ b, device, 10)
-
-
 def memory(args: Namespace) -> Iterator[dict]:
     """Times the layer at every length; yields a row of each."""
-    dtype = getattr(torch, args.dtype)
-    rate, layer, per_token = large_product_rate(args.device, dtype), make_layer(args), None
-    distance = None
-    if args.program != OTHER:
-        with FlopCounterMode(display=False) as counter:
-            forward(in_pytorch(layer, dtype), draw(args, COUNTED_TOKENS, dtype))
-        per_token = counter.get_total_flops() / COUNTED_TOKENS / args.batch_size
-        distance = check(args, layer)
+    dtype, layer = getattr(torch, args.dtype), make_layer(args)
+    distance = None if args.program == OTHER else check(args, layer)
     layer = layer.to(dtype)
     for length in args.lengths:
         hidden_states, tokens = draw(args, length, dtype), args.batch_size * length
         row = {"program": args.program, "tokens": length}
-        for run, forwards in ((forward, 1), (both, 3)):
+        for name, run in (("forward", forward), ("both", both)):
             run_once = partial(run, layer, hidden_states)
             least = unless_out_of_memory(partial(least_seconds, run_once, args.device, args.repeats))
             peak = unless_out_of_memory(partial(peak_bytes, run_once, args.device))
-            row[f"{run.__name__} tokens/s"] = least and tokens / least
-            share = least and per_token and forwards * per_token * tokens / rate / least
-            row |= {f"{run.__name__} of large product": share, f"{run.__name__} peak MB": peak and peak / 1e6}
+            row |= {f"{name} tokens/s": least and tokens / least, f"{name} peak MB": peak and peak / 1e6}
             layer.zero_grad()  # what a backward without enough memory has left
-        yield row | {"large product TFLOP/s": rate / 1e12, "off by": distance}
+        yield row | {"off by": distance}

@@ -36,7 +36,6 @@ PARTS = {
     "models-compiled": f"{TITANS} --program compiled",
     "decode": f"{DECODE} --models llama mag lmm",
     "memory-torch": f"{MEMORY} --program torch",
-    "memory-cublas": f"{MEMORY} --program cublas",
     "memory-graphs": f"{MEMORY} --program graphs",
     "memory-compiled": f"{MEMORY} --program compiled",
     "memory-delta-graphs": f"{MEMORY} --program graphs {DELTA}",

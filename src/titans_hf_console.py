@@ -273,18 +273,11 @@ def demo_options(parser: argparse.ArgumentParser) -> None:
     window only. The symbols are words, so that people can ask the saved model themselves: keys are names, values
     cities.
     """
-    parser.add_argument(
-        "--variant",
-        choices=("mac", "mag", "mal", "lmm"),
-        default="lmm",
-        help="the model's variant; lmm has no attention",
-    )
+    parser.add_argument("--variant", choices=("mac", "mag", "mal", "lmm"), default="lmm", help="the model's variant")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of 32 sequences")
     parser.add_argument("--questions", type=int, default=128, help="sequences asked per distance")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the training texts and the questions")
-    parser.add_argument(
-        "--output_dir", type=Path, default=Path("runs/demo"), help="folder of the models, the figures and the plot"
-    )
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="folder of the models")
 
 
 # By name: the module whose `main()` a command runs, a summary, the extra of the wheel that it needs, and its options;

@@ -7,41 +7,20 @@ updated   the sentence was told twice with two values: the last counts
 absent    it was told of others, not of this person: no told value may be the answer
 """
 
+import json
 import random
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor, tensor
 from transformers import PreTrainedTokenizerBase
 
 EACH = 4  # questions of each kind in a text
-WHO = (
-    "Aldwena Bortvik Cathmorn Drusennia Eskilda Fenwara Gorvane Hestridd Ismarck Jorunnel Keldrick Lorwenna Mathurine "
-    "Nerrisande Ottilow Perranth Quenbyra Rosvalda Sigmundra Tamsinne Ulverick Vashtorin Wendolfa Yarrickson Zelmirane"
-).split()
-VALUES = {
-    "place": "Ostwick Pellerby Harrowmere Dunscaith Velmont Tarnholt Brixholm Caldervane Eastrop Fallowby Grimsdyke "
-    "Inchcombe Kelderness Lanvale Merrowfield Northolm Penbrook Quarleston".split(),
-    "name": "Brannoch Ludmilla Ignatia Peregrina Morwenna Hortensia Wilhelmina Clementine Gwendolyn Isidore Thaddeus "
-    "Ferdinanda Leopoldine Casimira Evarist Balthazar Cordula Rosamunde".split(),
-    "thing": "sundial cutlass spinet tambourine pitchfork hourglass bassoon candlestick samovar concertina thimble "
-    "sextant zither toboggan harpoon birdcage parasol weathervane".split(),
-    "number": [],  # drawn
-}
+FACTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+WHO = FACTS["who"].split()
+VALUES = {kind: words.split() for kind, words in FACTS["values"].items()}  # numbers are drawn
 # The kind of the value, the sentence that tells a fact up to its value, and one that asks for it in other words.
-SENTENCES = [
-    ("place", "{who} tunes the organ at", "On weekdays church music is repaired by {who} in"),
-    ("place", "{who} moors a green skiff beside", "The rowing boat of {who} lies near"),
-    ("place", "{who} sowed the first barley around", "A crop that {who} planted grows by"),
-    ("name", "The tenor whom {who} coached was", "Singing lessons were given by {who} to"),
-    ("name", "{who} borrowed the theodolite from", "Surveying gear was lent to {who} by"),
-    ("name", "The goat that {who} milks is", "In the stable {who} keeps an animal called"),
-    ("thing", "Under the staircase {who} hides a", "Secretly {who} has stored away a"),
-    ("thing", "{who} traded the mule for a", "In exchange {who} received a"),
-    ("thing", "At the fair {who} won a", "Proudly {who} brought home a"),
-    ("number", "The granary that {who} guards has the seal", "Where {who} keeps watch, corn lies behind mark"),
-    ("number", "{who} filed the complaint under", "The grievance by {who} bears reference"),
-    ("number", "{who} painted on a beehive the digits", "Numerals put by {who} onto that hive:"),
-]
+SENTENCES = [tuple(x) for x in FACTS["sentences"]]
 
 
 class Answer(NamedTuple):

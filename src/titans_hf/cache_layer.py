@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .memory_state import MemoryState, map_tensors, named_tensors, shapes_of, tensors_of, where_rows
+from .memory_state import MemoryState, map_tensors, named_tensors, shapes_of, where_rows
 from .token_grid import Columns, pad_before
 
 
@@ -99,10 +99,6 @@ class LayerState:
         segment_weights = map_tensors(interpolate, self.segment_weights, other.segment_weights)
         memory = replace(memory, num_seen=num_seen)
         return replace(self, memory=memory, segment_weights=segment_weights)
-
-    def tensors(self) -> list[Tensor]:
-        """Returns all tensors."""
-        return tensors_of(self)
 
 
 @dataclass

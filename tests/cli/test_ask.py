@@ -10,6 +10,7 @@ from titans_hf.cache_files import read_description
 from titans_hf.cli import ask
 from titans_hf.cli.shared.text_ids import encode
 from titans_hf.cli.training.tokenizer import byte_tokenizer
+from titans_hf.memory_state import tensors_of
 
 
 def run_ask(paths, *prompts, **changes) -> None:
@@ -110,5 +111,5 @@ def test_questions_share_the_memory(paths):
     run_read(paths, paths.texts / "a.txt")
     cache, size = load(paths), next(paths.memory.glob("*.safetensors")).stat().st_size
     cache.batch_repeat_interleave(100)
-    parts = [x for layer in cache.layers for x in layer.state.tensors()]
+    parts = [x for layer in cache.layers for x in tensors_of(layer.state)]
     assert all(len(x) == 100 and x.untyped_storage().nbytes() <= size for x in parts)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
+from titans_hf.memory_state import tensors_of
 
 VARIANTS = ("mac", "mag", "mal", "lmm")
 ATTENTIONS = ("mac", "mal", "lmm")  # attention to segments, to windows, and none: for what depends on its cache
@@ -144,7 +145,7 @@ def left_pad(rows: list[torch.Tensor], fill: int = 0) -> tuple[torch.Tensor, tor
 
 
 def tensors(cache: TitansCache) -> list[torch.Tensor]:
-    return [x for layer in cache.layers if layer.state is not None for x in layer.state.tensors()]
+    return [x for layer in cache.layers if layer.state is not None for x in tensors_of(layer.state)]
 
 
 def assert_same(actual, expected, tolerance: float = TOLERANCE) -> None:

@@ -16,6 +16,7 @@ from torch.multiprocessing import ProcessExitedException
 from transformers import AutoModelForCausalLM
 
 from titans_hf import TitansCache
+from titans_hf.memory_state import tensors_of
 
 # The ranks' packages are imported once, in the process that forks for each rank.
 multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation", "titans_hf.modeling_titans"])
@@ -78,4 +79,4 @@ def test_a_cache_stays_with_its_layer(variant):
             logits = model(call, attention_mask=call_mask, cache=cache).logits
         assert logits.device.type == "meta"
         for layer, device in zip(cache.layers, ("cpu", "meta"), strict=True):
-            assert {x.device.type for x in layer.state.tensors()} == {device}
+            assert {x.device.type for x in tensors_of(layer.state)} == {device}

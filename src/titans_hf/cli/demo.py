@@ -1,11 +1,8 @@
 """Trains two small models on key-value recall within minutes, then asks both at growing distances."""
 
 import argparse
-import json
-from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -23,7 +20,6 @@ from transformers.utils import logging
 import titans_hf
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import run_command
-from titans_hf.cli.shared.figures import save_figure
 from titans_hf_console import parse
 
 NAMES = """Ada Ben Cleo Dan Eve Finn Gus Hugo Ida Jon Kim Lea Max Nora Otto Pia Quin Rosa Sam Tom Uma Vera Will Xenia
@@ -100,22 +96,6 @@ def recall(model: PreTrainedModel, filler: int, num_questions: int, seed: int) -
     return (output[:, -1] == answer).float().mean().item()
 
 
-def plot(results: dict[str, list[float]], path: Path) -> None:
-    """Draws recall against distance: Titans solid, with its memory off dotted, the Transformer dashed."""
-    figure = Figure(figsize=(7.5, 4), layout="constrained")
-    axes = figure.subplots()
-    for (name, accuracies), style in zip(results.items(), ("s-", "o:", "^--"), strict=True):
-        axes.plot(DISTANCES, accuracies, style, label=name)
-    axes.axvline(TRAINED_FILLER, color="gray", linestyle="-.", linewidth=1, label="longest in training", zorder=0)
-    axes.axhline(1 / NUM_SYMBOLS, color="gray", linewidth=0.8, label="chance", zorder=0)
-    axes.set(
-        xscale="log", ylim=(0, 1.05), xlabel="tokens between fact and question", ylabel="recall (share of questions)"
-    )
-    axes.set_xticks(DISTANCES, DISTANCES, minor=False)
-    axes.set_title("Recall of facts beyond the trained distance")
-    save_figure(figure, path)
-
-
 def train_and_ask(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Returns recall at every distance and number of parameters by model; Titans once more with its memory off."""
     results, sizes = {}, {}
@@ -149,9 +129,6 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     for name, accuracies in results.items():
         table.add_row(name, f"{sizes[name]:,}", *(f"{accuracy:.2f}" for accuracy in accuracies))
     console.print(table)
-    plot(results, args.output_dir / "recall.png")
-    record = {"variant": args.variant, "steps": args.steps, "seed": args.seed, "filler": DISTANCES, "recall": results}
-    (args.output_dir / "recall.json").write_text(json.dumps(record, indent=2) + "\n")
     titans, off, window = (accuracies[-1] for accuracies in results.values())
     console.print(
         f"Trained with at most {TRAINED_FILLER} tokens between fact and question and asked after {DISTANCES[-1]}, "
@@ -159,7 +136,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         f"a Transformer with a window of {WINDOW} tokens, which cannot see that far, recalls {window:.0%}. "
         "Gated DeltaNet with our initialisation recalls them too: docs/results.md."
     )
-    console.print(f"Plot, figures and both models: {args.output_dir}.")
+    console.print(f"Both models: {args.output_dir}.")
     console.print("examples/a_memory_learns.ipynb asks a trained Titans for facts after 1,000 words.")
     return results
 

@@ -29,31 +29,7 @@ from .token_list import ReadOut, TokenList
 
 WEIGHTS = "adapter.safetensors"
 SETTINGS = ("entries", "threshold")  # of the list
-CARD = """# {name}
-
-A memory for {base}: {parts}.
-No weight of the base model was trained; none is in this repository.
-
-## Load
-
-```python
-from transformers import AutoModelForCausalLM
-import titans_hf  # registers adapters
-
-model = AutoModelForCausalLM.from_pretrained("{name}")  # loads {base} too
-```
-
-A cache of this model holds the text that it has read: treat it like the text.
-
-## Fit
-
-{texts}
-
-## Licence
-
-The adapter: {licence}. The base model: its own.
-"""
-
+CARD = Path(__file__).with_name("card.md")
 DESCRIPTIONS = {
     PASSAGES: "passages of the text, which are read again where it asks for them",
     FAST_WEIGHTS: "fast weights, which learn while the model reads, by the gradient of its own loss",
@@ -178,7 +154,7 @@ def write_card(folder: Path, config: RememberConfig, licence: str | None) -> Non
         pipeline_tag="text-generation",
         tags=["titans", "test-time-training", "memory"],
     )
-    body = CARD.format(
+    body = CARD.read_text(encoding="utf-8").format(
         name=folder.name,
         base=base or "a base model",
         parts=", ".join(DESCRIPTIONS[x] for x in PARTS if x in (PASSAGES, *config.memory)),

@@ -13,7 +13,6 @@ Shapes: T tokens, r rank, R rows of a sketch, `in` and `out` the sizes of a line
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -174,7 +173,6 @@ def _sketches(
     return results
 
 
-@dataclass
 class Recorder:
     """Replaces a model's list: calls `note` after each piece, and leaves the logits as they are.
 
