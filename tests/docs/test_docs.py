@@ -51,6 +51,7 @@ OPTIONS = {
     "--max_steps 2 --eval_steps 1",
     "python -m eval.dna.run": "--models mag-off cnn --parameters 4000 --hidden_size 16 --num_hidden_layers 1 --folds 2 "
     "--epochs 1 --learning_rates 1e-2",
+    "python -m eval.needles": "--models lmm --steps 1 --questions 1",
     "python -m eval.tables runs/dna": "--baselines cnn",
     "python -m eval.tables": "",
     "python -m eval.streaming .*--text": "--tokens 300 --window 100 --lengths 80",
