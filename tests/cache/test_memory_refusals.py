@@ -9,7 +9,7 @@ import pytest
 import torch
 from common import make_ids, make_model, read, shared_model
 from covering import in_one_test
-from memory_folders import IDS, copied, describe, names
+from memory_folders import IDS, describe, names
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
@@ -114,7 +114,8 @@ DAMAGES = {
 def test_what_is_not_the_saved_memory_is_refused(name, memory, tmp_path_factory):
     """What is not the saved memory raises an error that names the folder, despite right checksums."""
     damage, message = DAMAGES[name]
-    model, folder = copied(memory, tmp_path_factory.mktemp("memory"))
+    model, folder = memory[0], tmp_path_factory.mktemp("memory")
+    shutil.copytree(memory[1], folder, dirs_exist_ok=True)
     damage(folder)
     with pytest.raises(ValueError, match=f"the memory in {folder} cannot be loaded: .*{message}"):
         TitansCache.from_pretrained(folder, model)

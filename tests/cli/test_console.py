@@ -26,12 +26,8 @@ def call(monkeypatch, *arguments) -> None:
 def test_help_imports_no_model(name):
     """`titans-hf` alone lists every command; the list, and help of options that are ours, import no other package."""
     arguments = [] if name is None else [name, "--help"]
-    code = (
-        f"import sys; sys.argv = ['titans-hf', *{arguments}]\n"
-        "from titans_hf_console import main\n"
-        "try: main()\n"
-        "finally: assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()\n"
-    )
+    code = f"import sys; sys.argv = ['titans-hf', *{arguments}]\nfrom titans_hf_console import main\ntry: main()\n"
+    code += "finally: assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(f"\n  {x}" in done.stdout for x in (["-h, --help"] if name else console.COMMANDS))
@@ -64,9 +60,8 @@ def test_a_missing_package_names_the_extra(command, package, module, extra, monk
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_installation(tmp_path):
-    """A wheel has every file of the package and its command. An editable installation is imported from the folder above
-    a clone of its name, where notebooks and scripts lie, and its command runs there.
-    """
+    """A wheel has every file of the package. An editable installation is imported from the folder above a clone of its
+    name, where notebooks and scripts lie, and its command runs there."""
     source, python = tmp_path / "titans_hf", tmp_path / "env" / "bin" / "python"
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for file in filter(Path.is_file, ROOT.iterdir()):

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from byte_model import save_byte_model
+from byte_model import save_byte_model, save_llama
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from titans_hf import TitansForSequenceClassification
 from titans_hf.cli import merge, read
@@ -38,9 +37,8 @@ def cut(file: Path) -> str:
 
 
 def of_other_sizes(file: Path) -> str:
-    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     shutil.rmtree("model")
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("llama")
+    save_llama(Path("llama"), vocab_size=300)
     shutil.copytree("whole", "model")
     shutil.copy("llama/model.safetensors", "model")
     return "MODEL model has weights of other sizes than its configuration"

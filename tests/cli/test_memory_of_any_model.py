@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from remember_models import small_config, small_model
+from remember_models import small_model
 from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,8 +22,7 @@ def folder(tmp_path, monkeypatch):
     """A folder with a small Llama of bytes and two texts."""
     monkeypatch.chdir(tmp_path)
     tokenizer = byte_tokenizer()
-    size = small_config(vocab_size=len(tokenizer), bos_token_id=tokenizer.bos_token_id).to_dict()
-    small_model(**{x: size[x] for x in ("vocab_size", "bos_token_id")}).float().save_pretrained("llama")
+    small_model(vocab_size=len(tokenizer), bos_token_id=tokenizer.bos_token_id).float().save_pretrained("llama")
     tokenizer.save_pretrained("llama")
     for name, text in zip("ab", TEXTS, strict=True):
         (tmp_path / f"{name}.txt").write_text(text)
@@ -70,18 +69,16 @@ def test_the_tokenizer_of_an_adapter(folder, capsys):
     assert AutoTokenizer.from_pretrained("adapter").get_vocab() == byte_tokenizer().get_vocab()
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("a", "bbb")
-    for change, number in ((lambda: tokenizer.save_pretrained("adapter"), 52), (remove_tokenizer, 50)):
-        change()
+    for number in (52, 50):
+        tokenizer.save_pretrained("adapter")
+        if number == 50:
+            for file in ("tokenizer_config.json", "tokenizer.json"):
+                Path("adapter", file).unlink()
         for i, model in enumerate((["adapter"], ["llama", "--adapter", "adapter"])):
             memory = f"memory {number} {i}"
             read.main([*model, "c.txt", "--memory", memory])
             assert read_description(memory)["tokens_seen"] == [number]
             ask.main([*model, "--memory", memory, *options])
-
-
-def remove_tokenizer():
-    for file in ("tokenizer_config.json", "tokenizer.json"):
-        Path("adapter", file).unlink()
 
 
 def test_a_base_model_that_has_gone(folder):

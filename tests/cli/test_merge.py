@@ -31,9 +31,7 @@ TIED = dict(tie_word_embeddings=True)
 @pytest.mark.filterwarnings("ignore")  # PEFT warns of tied weights
 def test_a_merged_model_is_the_adapted_one(changes, settings, tmp_path):
     """A merged model has the logits of the adapted one, its tokenizer, its code, and a cache, whatever Trainer has left
-    in the base's config. Whichever side of tied embeddings the adapter changes, they stay tied if it leaves both sides
-    equal. If this failed, a user would save another model.
-    """
+    in the base's config. Tied embeddings stay tied if the adapter leaves both sides equal."""
     base = save_byte_model(tmp_path / "model", "mag", **changes)
     config = tmp_path / "model" / "config.json"
     config.write_text(config.read_text().replace('"use_cache": true', '"use_cache": false'))
@@ -49,9 +47,8 @@ def test_a_merged_model_is_the_adapted_one(changes, settings, tmp_path):
                 weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
     adapted.save_pretrained(tmp_path / "adapter")
     AutoTokenizer.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "adapter")
-    with warnings.catch_warnings(
-        action="error" if settings.keys() <= {"task_type"} else "ignore", category=UserWarning
-    ):
+    action = "error" if settings.keys() <= {"task_type"} else "ignore"
+    with warnings.catch_warnings(action=action, category=UserWarning):
         merge.main([str(tmp_path / "adapter"), str(tmp_path / "merged")])
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(full_logits(merged, ids), full_logits(adapted.eval(), ids), rtol=1e-4, atol=1e-4)

@@ -54,10 +54,8 @@ def test_bytes_are_those_of_what_is_tokenized(tmp_path, streaming):
     for end in ("\n", "\r\n", "\r"):
         file = tmp_path / f"{len(ratios)}.jsonl"
         file.write_text("".join(json.dumps({"text": f"line {i}{end}" * 9}) + "\n" for i in range(40)))
-        given = RunArguments(
-            train_data=str(file), eval_data=str(file), block_length=32, streaming=streaming, max_eval_blocks=8
-        )
-        ratios.append(load_blocks(given, byte_tokenizer()).tokens_per_byte)
+        given = dict(block_length=32, streaming=streaming, max_eval_blocks=8, eval_data=str(file))
+        ratios.append(load_blocks(RunArguments(train_data=str(file), **given), byte_tokenizer()).tokens_per_byte)
     assert ratios[0] == ratios[1] == ratios[2]
 
 

@@ -97,10 +97,8 @@ def test_a_data_set_of_the_hub_is_streamed(monkeypatch):
         return {"train": Dataset.from_dict({"text": ["ab", "c", "d"]}).to_iterable_dataset()}
 
     monkeypatch.setattr(data, "load_dataset", load_dataset)
-    arguments = RunArguments(
-        train_data="someone/texts", dataset_config="en", streaming=True, block_length=3, max_eval_blocks=1
-    )
-    loaded = load_blocks(arguments, byte_tokenizer())
+    given = dict(dataset_config="en", streaming=True, block_length=3, max_eval_blocks=1)
+    loaded = load_blocks(RunArguments(train_data="someone/texts", **given), byte_tokenizer())
     assert called == [(("someone/texts", "en"), {"streaming": True})]
     assert byte_tokenizer().decode(loaded.evaluation[0]["input_ids"]) == "ab</s>"
     trained = torch.cat([block["input_ids"] for block in loaded.train])
@@ -110,10 +108,8 @@ def test_a_data_set_of_the_hub_is_streamed(monkeypatch):
 def test_a_stream_trains_and_holds_out_its_first_documents(options, tmp_path):
     """A streamed data set is trained on except its first documents, which are evaluated on."""
     write_rows(tmp_path / "rows.jsonl", [{"text": f"{i:03d} " * 20} for i in range(60)])
-    arguments = RunArguments(
-        train_data=str(tmp_path / "rows.jsonl"), streaming=True, block_length=32, max_eval_blocks=4
-    )
-    loaded = load_blocks(arguments, byte_tokenizer())
+    given = dict(streaming=True, block_length=32, max_eval_blocks=4)
+    loaded = load_blocks(RunArguments(train_data=str(tmp_path / "rows.jsonl"), **given), byte_tokenizer())
     evaluated = byte_tokenizer().decode(np.concatenate([block["input_ids"] for block in loaded.evaluation]))
     trained = byte_tokenizer().decode(torch.cat([block["input_ids"] for block in loaded.train]))
     assert len(loaded.evaluation) == 4 and evaluated.startswith("000 ")

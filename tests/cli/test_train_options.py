@@ -17,19 +17,11 @@ from titans_hf_console import RunArguments
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 
 
-@in_one_test(
-    "given,accumulated",
-    [
-        ({"tokens_per_step": 256}, 4),
-        ({"tokens_per_step": 90}, 1),
-        ({"tokens_per_step": 100}, 2),
-        ({"tokens_per_step": 1}, 1),
-        ({"gradient_accumulation_steps": 3, "tokens_per_step": 7}, 3),
-    ],
-)
-def test_tokens_per_step(options, given, accumulated):
+@in_one_test("number,steps,accumulated", [(256, None, 4), (90, None, 1), (100, None, 2), (1, None, 1), (7, 3, 3)])
+def test_tokens_per_step(options, number, steps, accumulated):
     """Unless it is given, gradient accumulation is the number of batches that is nearest to --tokens_per_step."""
-    run, training = make_parser().parse_args_into_dataclasses(options(**given))
+    given = options(tokens_per_step=number, gradient_accumulation_steps=steps)
+    run, training = make_parser().parse_args_into_dataclasses(given)
     train.check_arguments(run, training)
     assert training.gradient_accumulation_steps == accumulated
 

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -88,11 +89,8 @@ def program_of(text: str) -> str:
     for line in re.sub(r" *\\\n *", " ", text).splitlines():
         name, *_ = [*line.split(), ""]
         if name in PROGRAMS:
-            known = next(x for x in OPTIONS if re.match(x, line))
-            command = (
-                f"{sys.executable} {STARTS.get(name)}{line.partition(' #')[0].removeprefix(name)} {OPTIONS[known]}"
-            )
-            line = "" if OPTIONS[known] is None else command
+            more, rest = next(OPTIONS[x] for x in OPTIONS if re.match(x, line)), line.partition(" #")[0]
+            line = "" if more is None else f"{sys.executable} {STARTS.get(name)}{rest.removeprefix(name)} {more}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -101,8 +99,8 @@ def each(language: str) -> list:
     """Makes a slow test of each block of which something is run, a long one of those with a table's commands."""
     found = {f"{x.page.relative_to(ROOT)}:{x.line}": x for x in BLOCKS if x.language == language}
     found = {name: x for name, x in found.items() if language != "bash" or sys.executable in program_of(x.text)}
-    marks = {name: "long" if x.page.name in ("results.md", "speed.md") else "slow" for name, x in found.items()}
-    return [pytest.param(x, id=name, marks=getattr(pytest.mark, marks[name])) for name, x in found.items()]
+    mark = lambda x: pytest.mark.long if x.page.name in ("results.md", "speed.md") else pytest.mark.slow  # noqa: E731
+    return [pytest.param(x, id=name, marks=mark(x)) for name, x in found.items()]
 
 
 def prose(page: Path) -> str:
@@ -181,8 +179,7 @@ def stage(tmp_path_factory):
     for name in ("data/ett/ETTh1.csv", "my_series.csv"):
         write_series(folder / name, rows=1000)
     (data / "dna" / "human_nontata_promoters").mkdir(parents=True)
-    letters = torch.tensor([*b"ACGT"], dtype=torch.uint8)[torch.randint(4, (60, 80))]
-    rows = [f"{bytes(x.tolist()).decode()}\t{i % 2}" for i, x in enumerate(letters)]
+    rows = [f"{''.join(random.choices('ACGT', k=80))}\t{i % 2}" for i in range(60)]
     (data / "dna" / "human_nontata_promoters" / "test.tsv").write_text("\n".join(["seq\tlabel", *rows, ""]))
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}]
     (folder / "my_chats" / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 32)

@@ -1,7 +1,6 @@
 """Memory folders: comparing, saving and changing them in tests."""
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -20,13 +19,9 @@ def everything(cache: TitansCache) -> dict[str, torch.Tensor]:
 def assert_equal(actual: TitansCache, expected: TitansCache) -> None:
     """Asserts that tensors are equal bit by bit, and so is everything that is not a tensor."""
     ours, theirs = everything(actual), everything(expected)
-    assert ours.keys() == theirs.keys()
-    for name, x in theirs.items():
-        assert ours[name].dtype == x.dtype and torch.equal(ours[name], x), name
-    for ours, theirs in zip(actual.layers, expected.layers, strict=True):
-        for name in ("num_columns", "record_past", "is_initialized"):
-            assert getattr(ours, name) == getattr(theirs, name), name
-    assert actual.about == expected.about
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    facts = [[(x.num_columns, x.record_past, x.is_initialized) for x in cache.layers] for cache in (actual, expected)]
+    assert facts[0] == facts[1] and actual.about == expected.about
 
 
 def names(folder: Path) -> set[str]:
@@ -43,11 +38,6 @@ def describe(folder: Path, *lost: str, **changes) -> None:
     path = folder / "memory.json"
     found = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: x for name, x in found.items() if name not in lost}))
-
-
-def copied(memory: tuple[PreTrainedModel, Path], folder: Path) -> tuple[PreTrainedModel, Path]:
-    """Copies a memory folder to a new one, which a test may damage."""
-    return memory[0], shutil.copytree(memory[1], folder, dirs_exist_ok=True)
 
 
 def save_memory(folder: Path) -> tuple[PreTrainedModel, Path]:

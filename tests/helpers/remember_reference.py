@@ -19,7 +19,7 @@ def read_slowly(model, fast, window: int, ids: torch.Tensor, first_token: int, s
     model = copy.deepcopy(model)
     modules = dict(model.named_modules())
     original = {name: modules[name].weight.detach().clone() for name in fast.directions}
-    dtype, rate = ids_dtype(model), fast.step.start_rate
+    dtype, rate = model.dtype, fast.step.start_rate
     start = {name: x.to(dtype) for name, x in fast.start.items()}
     share = 1.0 if rate is None else 0.0
     learned = {name: torch.zeros_like(x) for name, x in start.items()}  # B without its share of the start
@@ -37,10 +37,8 @@ def read_slowly(model, fast, window: int, ids: torch.Tensor, first_token: int, s
             modules[name].weight = torch.nn.Parameter(w + B[name] @ fast.directions[name].to(w.dtype))
         cache = DynamicCache()
         for layer, (key, value) in enumerate(sink):
-            earlier = [
-                torch.cat([x, *(p[layer] for p in kind)], -2) for x, kind in zip((key, value), past, strict=True)
-            ]
-            cache.update(*earlier, layer)
+            earlier = zip((key, value), past, strict=True)
+            cache.update(*(torch.cat([x, *(p[layer] for p in kind)], -2) for x, kind in earlier), layer)
         columns = 1 + begin + here.shape[1]
         query = torch.arange(begin, begin + here.shape[1])[:, None]
         position = torch.arange(columns)[None] - 1
@@ -56,20 +54,14 @@ def read_slowly(model, fast, window: int, ids: torch.Tensor, first_token: int, s
             labels = ids[begin + 1 : begin + 1 + chunk]
             log_p = output.logits[0].log_softmax(-1)
             loss = -sum(log_p[i, labels[i]] for i in range(chunk)) / chunk
-            gradients = torch.autograd.grad(loss, [modules[name].weight for name in original])
-            gradients = [
-                g @ fast.directions[name].to(dtype).T for name, g in zip(original, gradients, strict=True)
-            ]  # of B
-            share -= sum((rate or 0.0) * (g * start[name]).sum() for name, g in zip(original, gradients, strict=True))
-            for name, g in zip(original, gradients, strict=True):
+            of_weights = torch.autograd.grad(loss, [modules[name].weight for name in original])
+            gradients = {x: g @ fast.directions[x].to(dtype).T for x, g in zip(original, of_weights, strict=True)}
+            share -= sum((rate or 0.0) * (g * start[name]).sum() for name, g in gradients.items())
+            for name, g in gradients.items():
                 S[name] = fast.step.momentum * S[name] - fast.rates[name] * g
                 learned[name] = fast.step.retain * learned[name] + S[name]
                 B[name] = share * start[name] + learned[name]
     return torch.cat(logits), B
-
-
-def ids_dtype(model) -> torch.dtype:
-    return next(model.parameters()).dtype
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ CHECKS = {
     "fsdp": "parameters are looked at outside of the layer that gathers them",
     "fsdp_over_calls": "a state that is carried over keeps parameters that are gathered no more",
     "fsdp_accelerate": "Accelerate cuts a layer in two, or the second forward pass of one finds its parameters sharded",
-    "fsdp_bfloat16": "a layer with parameters of two dtypes cannot be sharded, or the memory learns in bfloat16",
+    "fsdp_bfloat16": "a layer with parameters of two dtypes cannot be sharded",
     "tensor_parallel": "a rank has the wrong heads or half of one, or a gradient is that of its own heads only",
 }
 

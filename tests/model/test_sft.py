@@ -1,54 +1,47 @@
 """Fine-tuning on conversations with TRL's SFTTrainer: padded, padding-free and packed."""
 
-import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from common import ATTENTIONS, make_model
 from covering import covering
-from datasets import load_dataset
+from datasets import Dataset
 
-from titans_hf.cli.training import tokenizer as training_data
+import titans_hf.cli
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 trl = pytest.importorskip("trl", reason="fine-tuning on conversations needs trl: pip install -e '.[finetune]'")
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
-TEMPLATE = (
-    "{% for message in messages %}{{ message['role'][0] + ':' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
 RATE = 0.02
 
 
 @pytest.fixture
 def tokenizer():
-    tokenizer = training_data.byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (Path(titans_hf.cli.__file__).parent / "configs" / "chat_template.jinja").read_text()
     return tokenizer
 
 
 @pytest.fixture
-def chats(tmp_path):
-    """Conversations of very different lengths, from 12 to 90 bytes."""
+def chats():
+    """Conversations of very different lengths."""
     turns = [("hi", "yes"), ("add 1 and 2, and then 3 and 4", "that is 10, or " * 3), ("what?", "no, never!")]
-    conversations = [turns[:1], turns, turns[1:2], turns[2:], turns[::-1], turns[:1]]
-    with (tmp_path / "chats.jsonl").open("w") as file:
-        for conversation in conversations:
-            messages = []
-            for question, answer in conversation:
-                messages += [dict(role="user", content=question), dict(role="assistant", content=answer)]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    return load_dataset("json", data_files=str(tmp_path / "chats.jsonl"), split="train")
+    talks = [turns[:1], turns, turns[1:2], turns[2:], turns[::-1], turns[:1]]
+    roles = ("user", "assistant")
+    said = [
+        [dict(zip(("role", "content"), x, strict=True)) for y in c for x in zip(roles, y, strict=True)] for c in talks
+    ]
+    return Dataset.from_list([{"messages": x} for x in said])
 
 
 def fine_tune(variant: str, folder, tokenizer, chats, **options):
     """Makes two steps of plain gradient descent on all conversations, so that parameters show the gradients."""
     common = dict(output_dir=folder, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True)
     common |= dict(optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant", learning_rate=RATE, max_steps=2)
-    common |= dict(per_device_train_batch_size=6, max_length=200, assistant_only_loss=True, logging_steps=1)
+    common |= dict(per_device_train_batch_size=6, max_length=400, assistant_only_loss=True, logging_steps=1)
     common |= dict(gradient_checkpointing=False, dataloader_pin_memory=False)
     model = make_model(variant, vocab_size=260)
     arguments = trl.SFTConfig(**common | options)

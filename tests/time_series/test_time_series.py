@@ -40,15 +40,10 @@ def repeat_cycle(model, length: int) -> torch.Tensor:
     return torch.stack([torch.stack([weight[(p + t) % len(weight)] for t in range(length)]) for p in POSITION.tolist()])
 
 
-@covering(
-    2,
-    {
-        "variant": ATTENTIONS,
-        "rule": ["chunk", "delta"],
-        "sizes": [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]],
-        "cycle": [{}, CYCLE],
-    },
-)
+PIECES = [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]]
+
+
+@covering(2, {"variant": ATTENTIONS, "rule": ["chunk", "delta"], "sizes": PIECES, "cycle": [{}, CYCLE]})
 def test_a_stream_in_pieces_is_the_series(variant, rule, sizes, cycle):
     """After each piece, forecast and state are those of the series read at once so far."""
     model, values = make_model(variant, memory_update_rule=rule, **cycle), make_values()
@@ -79,8 +74,8 @@ def test_a_state_is_constant():
     first, second = (model(past_values=values[:, 40:60], state=state, use_cache=True) for _ in range(2))
     assert torch.equal(first.prediction_outputs, second.prediction_outputs)
     assert state.memory.num_bytes == far.memory.num_bytes
-    for name in ("values", "hidden_states"):
-        assert len({getattr(x, name).untyped_storage().nbytes() for x in (state, far)}) == 1, name
+    sizes = [[y.untyped_storage().nbytes() for y in (x.values, x.hidden_states)] for x in (state, far)]
+    assert sizes[0] == sizes[1]
 
 
 def test_normalised_patches():
@@ -96,15 +91,14 @@ def test_normalised_patches():
     assert_same(scale[0, 0], values[0, 16:].var(correction=0).sqrt())
 
 
-@in_one_test("unit,level", [*((unit, 0.0) for unit in (1e-30, 1e-5, 1e-3, 1e3, 1e19, 1e30)), (1.0, 1e9), (5.0, 70.0)])
+@in_one_test("unit,level", [*((unit, 0.0) for unit in (1e-30, 1e-5, 1e3, 1e19, 1e30)), (1.0, 1e9), (5.0, 70.0)])
 def test_forecasts_are_in_the_units_of_the_values(unit, level):
     """The same series in another unit and at another level has the same forecast in that unit at that level."""
     model, values = make_model().float(), make_values(1, 36, 1)
     dtype = torch.float64 if level else torch.float32
+    given = values.to(dtype), (values * unit + level).to(dtype)
     with torch.no_grad():
-        expected, found = (
-            model.generate(x.to(dtype)).prediction_outputs.double() for x in (values, values * unit + level)
-        )
+        expected, found = (model.generate(x).prediction_outputs.double() for x in given)
     torch.testing.assert_close((found - level) / unit, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -203,8 +197,7 @@ def test_loss_and_gradients(variant, loss, function):
     output = model(past_values=values[:, :40], future_values=values[:, 40:])
     assert_same(output.loss, function(output.prediction_outputs - values[:, 40:]).mean())
     output.loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
+    assert all(x.grad.isfinite().all() and x.grad.any() for x in model.parameters())
 
 
 def test_half_precision():
