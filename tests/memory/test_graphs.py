@@ -39,9 +39,7 @@ def replays(run) -> int:
 
 
 def step(model, length: int, seed: int, padded: bool) -> list[torch.Tensor]:
-    """Returns logits, loss and gradients of two rows that end, and with padding start, within a chunk; and the logits
-    of two tokens more.
-    """
+    """Returns logits, loss, gradients of two rows that end, and padded start, in a chunk; and two tokens' logits."""
     ids, mask = left_pad([make_ids(length, seed=seed), make_ids(length - 6 * padded, seed=seed + 1)])
     model.zero_grad()
     output = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False)
@@ -111,9 +109,7 @@ def test_launches_of_a_token(recorded_call, most, monkeypatch):
 @torch.no_grad()
 @covering(2, {"variant": VARIANTS, "form": FORMS})
 def test_a_decoded_token_is_one_graph(variant, form):
-    """The step of a token whose states are arguments and results is recorded with no read by the host, and replayed it
-    has logits and states to the bit, in ten launches at most.
-    """
+    """A token's step with states as arguments and results replays to the bit, in ten launches and with no read."""
     model, ids = make_model(variant, dtype=torch.float32, memory_kernel="torch", **FORMS[form]), make_ids(2, 40)
     cache = model(ids, use_cache=True).cache
 

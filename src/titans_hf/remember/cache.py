@@ -35,7 +35,7 @@ class MemoryCache(Cache):
     layers: keys and values of the window, states of recurrent layers. seen (R,) int64, on the CPU: tokens that each row
     has read. steps (R,) int64, on the CPU: chunks whose step was taken or left out. state: other tensors with rows by
     name: "B.*" and "S.*" of the fast weights, "list.*", "passages.ids" (R, N), the text, and "chunk.ids" (R, C) and
-    "chunk.learns" (R, C), the last C tokens.
+    "chunk.learns" (R, C), on the CPU, the last C tokens.
     num_columns: columns that were read, padding included. unread: the last of them, which are to be read again after
     `crop`, or were read only in the branch.
     branch: the cache that sees the passages, see `recall`; since_recall (R,) int64: columns read there; None without a

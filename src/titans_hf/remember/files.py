@@ -60,7 +60,7 @@ def load(cache: Cache, folder: str | os.PathLike, model: PreTrainedModel, finger
                 raise ValueError(f"it has the tensor {name}, which no layer has")
             _check_like(name, x, form, cache, model)
             tensors[name] = x.to(cache.device)
-        cache.state = {name: tensors[f"state.{name}"] for name in cache.state}
+        cache.state = {name: tensors[f"state.{name}"].to(x.device) for name, x in cache.state.items()}
         for index, layer in enumerate(cache.layers) if of_layers else ():
             _fill(layer, {x.removeprefix(f"{index}."): y for x, y in tensors.items() if x.startswith(f"{index}.")})
     return cache

@@ -95,7 +95,7 @@ class Memory:
         if self.fast_weights is not None:
             state |= self.fast_weights.initial_state(rows, torch.promote_types(dtype, torch.float32), device)
             state["chunk.ids"] = torch.zeros(rows, self.chunk, dtype=torch.int64, device=device)
-            state["chunk.learns"] = torch.zeros(rows, self.chunk, dtype=torch.bool, device=device)
+            state["chunk.learns"] = torch.zeros(rows, self.chunk, dtype=torch.bool)  # the host asks for it
         if self.token_list is not None:
             vocabulary = model.get_output_embeddings().weight.shape[0]
             state |= self.token_list.initial_state(rows, vocabulary, dtype, device)

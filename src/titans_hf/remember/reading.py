@@ -228,9 +228,9 @@ def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: CallColumn
     if not bool(due.any()):
         return
     if bool(piece.learning.any()):
-        labels = _labels(ids, cache.state["chunk.learns"], piece.at(0, 1))
+        labels, learns = _labels(ids, cache.state["chunk.learns"], piece.at(0, 1))
         if labels is not None:
-            due &= (labels != IGNORED).any(1).cpu()
+            due &= learns
             rows = due.nonzero()[:, 0]
             if len(rows):
                 again = (cache if len(rows) == len(due) else cache.take(rows)).map(lambda x: x)
@@ -264,20 +264,21 @@ def _finished_chunk(
         return None
     kept = ((cache.state["chunk.ids"], piece.ids), (cache.state["chunk.learns"], piece.learns))
     ids, learns = (torch.cat([x[:, length:], new.to(x.device)], 1) for x, new in kept)
-    labels = _labels(ids, learns, following)
+    labels, _ = _labels(ids, learns, following)
     return None if labels is None else (ids, labels)
 
 
-def _labels(ids: Tensor, learns: Tensor, following: CallColumns) -> Tensor | None:
-    """Returns the labels (R, C) of a chunk, IGNORED where not learned; None if a row's last label has not arrived, or
-    no label is learned.
+def _labels(ids: Tensor, learns: Tensor, following: CallColumns) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the labels (R, C) of a chunk, IGNORED where not learned, and (R,) bool, on the CPU, which rows learn any;
+    None for both if a row's last label has not arrived, or no label is learned.
     """
     if not following.ids.shape[1] or not bool(following.real.all()):
-        return None
+        return None, None
     labels = torch.cat([ids[:, 1:], following.ids.to(ids.device)], 1)
-    learns = torch.cat([learns[:, 1:].to(ids.device), following.learns.to(ids.device)], 1)
-    learns = learns & following.learning.to(ids.device)  # a step is taken if learning is on when the last label arrives
-    return torch.where(learns, labels, IGNORED) if bool(learns.any()) else None
+    learns = torch.cat([learns[:, 1:], following.learns], 1)
+    learns = learns & following.learning  # a step is taken if learning is on when the last label arrives
+    rows = learns.any(1)
+    return (torch.where(learns.to(ids.device), labels, IGNORED), rows) if bool(rows.any()) else (None, None)
 
 
 def learn(

@@ -68,8 +68,8 @@ def _read_part(
     rows = part.recalls[:, -1:].any(1).nonzero()[:, 0]
     if len(rows):
         found, of_rows = recall(model, cache, rows)
-        kept = part.real[found, -1]
-        if num_kept and bool(kept.any()):
+        kept = part.real[found, -1].nonzero()[:, 0]
+        if num_kept and len(kept):
             found, of_rows = found[kept].to(logits.device), of_rows[kept.to(of_rows.device)]
             logits = torch.cat([logits[:, :-1], logits[:, -1:].index_copy(0, found, of_rows.to(logits))], 1)
     return logits, *others
