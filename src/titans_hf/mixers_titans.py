@@ -84,7 +84,7 @@ class TitansMixer(nn.Module):
     paper's variants and implement `mix` for tokens on the slots of a grid.
     """
 
-    memory_reads_persistent, keeps_segment_weights = True, False
+    memory_reads_persistent, attends_to_memory, keeps_segment_weights = True, False, False
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
@@ -150,7 +150,9 @@ class TitansMixer(nn.Module):
         memory_output = persistent
         if self.memory_reads_persistent and self.config.num_persistent_tokens:
             grid = TokenGrid.identity(*persistent.shape[:2], persistent.device)
-            memory_output, memory, conv_state, _ = self.memory.update(persistent, memory, conv_state, grid)
+            memory_output, memory, conv_state, _ = self.memory.update(
+                persistent, memory, conv_state, grid, projects=self.attends_to_memory
+            )
         kept = memory.weights if self.keeps_segment_weights else ()
         state = LayerState(memory.with_count_reset(), conv_state, self.initial_kv_cache(memory_output), kept)
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
@@ -168,7 +170,7 @@ class TitansMixer(nn.Module):
 
     def initial_kv_cache(self, memory_output: Tensor) -> WindowCache | None:
         """Returns attention's cache before the first token; memory_output (1 or B, P, hidden): the memory's output for
-        the persistent tokens.
+        the persistent tokens, of no use without `attends_to_memory`.
         """
         return None
 
@@ -197,6 +199,8 @@ class MALMixer(TitansMixer):
     With `memory_residual`, attention reads the input plus the memory's output. The memory's output also gates
     attention's output and is added to it.
     """
+
+    attends_to_memory = True
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config, layer_idx)

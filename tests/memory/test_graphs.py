@@ -64,7 +64,7 @@ def test_replays_are_equal_to_the_bit(variant, form, padded, monkeypatch):
         assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("group_size,most", [(4, (2829, 7694)), (32, (2073, 6266))])
+@pytest.mark.parametrize("group_size,most", [(4, (2709, 7574)), (32, (1953, 6146))])
 def test_launches_with_graphs(group_size, most, monkeypatch):
     """The launches of a MAG of 12 layers for reading and for training on 2,048 tokens, copies and replays included."""
     monkeypatch.setitem(memory_ops.GROUP_SIZES, "cpu", group_size)
@@ -120,10 +120,9 @@ def test_a_decoded_token_is_one_graph(variant, form):
 
     recorded, (_, states) = memory_graphs.Recorded(step, 2), step(ids[:, :1], [x.state for x in cache.layers])
     for token in ids[:, :10].split(1, dim=1):
-        expected = step(token, states)
         with Launches() as launches:
             results = recorded(token, states)
-        assert all(map(torch.equal, tensors_of(results), tensors_of(expected)))
+        assert all(map(torch.equal, tensors_of(results), tensors_of(step(token, states))))
         states = results[1]
     assert launches.total < 10
 

@@ -133,8 +133,6 @@ def arguments(depth: int = 2, rule: UpdateRule = UpdateRule(1.0), **changes) -> 
     "given,message",
     [
         (arguments(momentum=()), r"`state` has \d tensors of momentum"),
-        ((without_momentum(*arguments()[:2])[0], *arguments()[1:]), r"`state` has \d tensors of momentum"),
-        (arguments(1, anchor=()), "`state` must have an anchor"),
         (arguments(2, UpdateRule(1.0, delta_rule=True), anchor=()), "`state` must have an anchor"),
         ((make_inputs(5)._replace(filled=torch.ones(1, 1, 5)), *arguments()[1:]), r"`inputs\.filled` must be None"),
         (arguments(1, UpdateRule(None, True, "residual")), "`delta_rule` must be False with the network 'residual'"),
