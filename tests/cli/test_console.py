@@ -6,11 +6,9 @@ import subprocess
 import sys
 import venv
 import zipfile
-from importlib import import_module
 from pathlib import Path
 
 import pytest
-from covering import in_one_test
 
 import titans_hf_console as console
 
@@ -31,15 +29,6 @@ def test_help_imports_no_model(name):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(f"\n  {x}" in done.stdout for x in (["-h, --help"] if name else console.COMMANDS))
-
-
-@in_one_test("name", console.COMMANDS)
-def test_a_command_gets_its_own_arguments(monkeypatch, name):
-    """Each command receives the arguments after its name."""
-    (module, *_), received = console.COMMANDS[name], []
-    monkeypatch.setattr(import_module(module), "main", lambda: received.append(list(sys.argv)))
-    call(monkeypatch, name, "x", "--y")
-    assert received == [[f"titans-hf {name}", "x", "--y"]]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from titans_hf.cli.titans_lm import TitansLM  # noqa: E402
 
 DOCUMENT = "It was the best of times, it was the worst of times. "
 PAIRS = [
-    # One question of two choices, another question on the same document.
     (DOCUMENT + "What was it?", " the best"),
     (DOCUMENT + "What was it?", " the worst of times"),
     (DOCUMENT + "When?", " then"),
@@ -52,17 +51,12 @@ def model(request):
     return make_model(request.param, vocab_size=259, eos_token_id=1, pad_token_id=0)
 
 
-def assert_same_scores(actual, expected):
-    assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
-    # HFLM adds in the dtype of the logits, here float64.
-    torch.testing.assert_close([x for x, _ in actual], [x for x, _ in expected], rtol=0, atol=1e-9)
-
-
 @pytest.mark.parametrize(("batch_size", "max_length"), [(1, None), (3, 20), (16, None)])
 def test_scores_are_those_of_lm_eval(model, batch_size, max_length):
     """Log-likelihoods equal lm-eval's HFLM for any batch size, and with a longest text."""
     lm = make_lm(TitansLM, model, batch_size=batch_size, piece_length=7, max_length=max_length)
-    assert_same_scores(loglikelihoods(lm), loglikelihoods(make_lm(HFLM, model, max_length=max_length)))
+    found, expected = loglikelihoods(lm), loglikelihoods(make_lm(HFLM, model, max_length=max_length))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)  # HFLM adds in the dtype of the logits, float64
 
 
 def test_greedy_continuations_are_marked(model, monkeypatch):
@@ -72,13 +66,10 @@ def test_greedy_continuations_are_marked(model, monkeypatch):
     prompt = byte_tokenizer().encode(DOCUMENT)
     ids = torch.tensor([prompt])
     continuation = model.generate(ids, max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()
-    requests = [
-        (None, prompt, continuation),
-        (None, prompt, continuation[:1]),
-        (None, prompt, [*continuation[:9], continuation[9] ^ 1]),
-    ]
+    texts = (continuation, continuation[:1], [*continuation[:9], continuation[9] ^ 1])
     lm = make_lm(TitansLM, model, batch_size=3, piece_length=4)
-    assert [greedy for _, greedy in lm._loglikelihood_tokens(requests, True)] == [True, True, False]
+    scored = lm._loglikelihood_tokens([(None, prompt, x) for x in texts], True)
+    assert [greedy for _, greedy in scored] == [True, True, False]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -95,9 +86,8 @@ def test_texts_are_those_of_lm_eval(model, batch_size):
 def columns_read(model):
     """The number of tokens of each call, padding left out."""
     found = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: found.append(kwargs["attention_mask"].sum().item()), with_kwargs=True
-    )
+    note = lambda module, args, given: found.append(given["attention_mask"].sum().item())  # noqa: E731
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
     yield found
     hook.remove()
 

@@ -20,18 +20,11 @@ def l2_normalize(x):
     return x / (x.norm(dim=-1, keepdim=True) ** 2 + EPSILON).sqrt()
 
 
-def rotary_frequencies(config):
-    """Returns the angle of one position for each pair of entries."""
-    dims = config.rotary_dim
-    return [config.rope_parameters["rope_theta"] ** (-2 * i / dims) for i in range(dims // 2)]
-
-
 def rotary(x, positions, config):
     """Rotates entries i and i + dims / 2 of x (N, h, D) by position times the i-th frequency."""
-    frequencies = rotary_frequencies(config)
-    x, half = x.clone(), len(frequencies)
-    for i, frequency in enumerate(frequencies):
-        angle = positions.double() * frequency
+    x, half = x.clone(), config.rotary_dim // 2
+    for i in range(half):
+        angle = positions.double() * config.rope_parameters["rope_theta"] ** (-i / half)
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         a, b = x[..., i].clone(), x[..., i + half].clone()
         x[..., i], x[..., i + half] = a * cos - b * sin, b * cos + a * sin

@@ -56,9 +56,8 @@ def flags(**options) -> list[str]:
 
 
 def run_read(paths, *texts, **changes) -> read.Reading:
-    return read.main(
-        [paths.model, *map(str, texts), *flags(**dict(memory=paths.memory, piece=32, save_seconds=0) | changes)]
-    )
+    options = dict(memory=paths.memory, piece=32, save_seconds=0) | changes
+    return read.main([paths.model, *map(str, texts), *flags(**options)])
 
 
 def stop_reading_at(number, monkeypatch) -> None:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ WORKER = Path(__file__).parents[1] / "helpers" / "kernel_worker.py"
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """The listing as the kernel of every linear memory, on the CPU in float64; `sizes` has the queries' shapes."""
+    """The listing as the kernel of every linear memory, on the CPU in float64; returns the queries' shapes."""
     sizes = []
 
     def chunk_comba(q, k, v, p, g, beta, scale, initial_state, output_final_state):
@@ -45,13 +44,11 @@ def stand_in(monkeypatch):
         sizes.append(tuple(q.shape))
         return torch_chunk_comba(q, k, v, p, g, beta, scale, initial_state, output_final_state)
 
-    misfits = memory_ops._misfits
-    own = ("device", "torch.float32")  # what keeps the kernel from the CPU and from float64
-    monkeypatch.setattr(
-        memory_ops, "_misfits", lambda *args: [x for x in misfits(*args) if not any(name in x for name in own)]
-    )
+    misfits, own = memory_ops._misfits, ("device", "torch.float32")  # what keeps it from the CPU and from float64
+    others = lambda *args: [x for x in misfits(*args) if not any(name in x for name in own)]  # noqa: E731
+    monkeypatch.setattr(memory_ops, "_misfits", others)
     monkeypatch.setattr(memory_ops, "_import_chunk_comba", lambda: (chunk_comba, None))
-    return SimpleNamespace(sizes=sizes)
+    return sizes
 
 
 FORMS = {
@@ -64,11 +61,6 @@ FORMS = {
 CASES = [(variant, "delta") for variant in VARIANTS] + list(zip(VARIANTS, list(FORMS)[1:], strict=False))
 
 
-def with_kernel(model, kernel: str):
-    model.config.memory_kernel = kernel
-    return model
-
-
 @pytest.mark.parametrize("variant,form", CASES)
 def test_padded_rows_and_gradients(variant, form, stand_in):
     """With the kernel, a model has the loss, logits and gradients that it has in PyTorch, with padding in a row."""
@@ -77,10 +69,11 @@ def test_padded_rows_and_gradients(variant, form, stand_in):
     found = {}
     for kernel in ("torch", "fla"):
         model.zero_grad()
-        output = with_kernel(model, kernel)(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+        model.config.memory_kernel = kernel
+        output = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
         output.loss.backward()
         found[kernel] = (output.logits[mask == 1], gradients(model))
-        assert bool(stand_in.sizes) == (kernel == "fla")
+        assert bool(stand_in) == (kernel == "fla")
     assert_same(found["fla"][0], found["torch"][0])
     assert_same_gradients(found["fla"][1], found["torch"][1])
 
@@ -92,27 +85,28 @@ def test_packed_documents_and_calls_within_a_chunk(variant, form, stand_in):
     positions = torch.cat([torch.arange(14), torch.arange(31)])[None]
     found = []
     for kernel in ("torch", "fla"):
-        packed = full_logits(with_kernel(model, kernel), ids[:1], position_ids=positions)
+        model.config.memory_kernel = kernel
+        packed = full_logits(model, ids[:1], position_ids=positions)
         logits, cache = read(model, ids, [13, 1, 2, 29])
         generated = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
         found.append((packed, logits, cache, generated))
-    (packed, logits, cache, generated), expected = found[1], found[0]
-    assert_same((packed, logits), expected[:2])
-    assert_same_cache(cache, expected[2])
-    assert torch.equal(generated, expected[3])
-    assert all(size[1] > 1 for size in stand_in.sizes)  # single tokens are PyTorch's
+    assert_same(found[1][:2], found[0][:2])
+    assert_same_cache(found[1][2], found[0][2])
+    assert torch.equal(found[1][3], found[0][3])
+    assert all(size[1] > 1 for size in stand_in)  # single tokens are PyTorch's
 
 
 @pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_surprise_is_computed_by_pytorch(variant, stand_in):
     """A call with `output_surprise`, or a config that asks for it, takes no kernel, and has PyTorch's surprise."""
     model, ids = make_model(variant, memory_form="delta", num_persistent_tokens=0), make_ids(2, 21)
-    expected = with_kernel(model, "torch")(ids, output_surprise=True).surprise
-    with_kernel(model, "auto")
+    model.config.memory_kernel = "torch"
+    expected = model(ids, output_surprise=True).surprise
+    model.config.memory_kernel = "auto"
     by_call = model(ids, output_surprise=True).surprise
     model.model.config.output_surprise = True
     by_config = model.model(ids).surprise
-    assert not stand_in.sizes
+    assert not stand_in
     for ours in (by_call, by_config):
         assert all(torch.equal(x.gradient_norm, y.gradient_norm) for x, y in zip(ours, expected, strict=True))
 
@@ -138,10 +132,9 @@ def update(device="cuda", dtype=torch.float32, depth=1, momentum=False, size=8, 
     return inputs, MemoryState(layers, layers if momentum else (), ()), rule
 
 
-ON_CPU, IN_FLOAT64 = "the device 'cpu', not 'cuda'", "in torch.float64, not torch.float32"
 MISFITS = [
-    (ON_CPU, dict(device="cpu")),
-    (IN_FLOAT64, dict(dtype=torch.float64)),
+    ("the device 'cpu', not 'cuda'", dict(device="cpu")),
+    ("in torch.float64, not torch.float32", dict(dtype=torch.float64)),
     ("2 layers, not 1; the memory has momentum", dict(depth=2, momentum=True)),
     ("the update rule is 'chunk', not 'delta'", dict(rule=UpdateRule(1.0))),
     ("257 entries, more than 256", dict(size=257)),

@@ -60,13 +60,11 @@ def test_a_sequence_may_be_cut_anywhere(memory, hidden_states):
             assert_same_state(state, last)
 
 
-def test_what_a_user_sees(memory, hidden_states):
-    """An input of another width is refused by name, and a state is shown by its shapes, not by all of its numbers."""
+def test_other_shapes_are_refused(memory, hidden_states):
+    """An input of another shape is refused by name."""
     for wrong in (hidden_states[..., :-1], hidden_states[0], hidden_states[:, :0]):
         with pytest.raises(ValueError, match=r"`hidden_states` must be \(batch, tokens, 32\) .*, but is \("):
             memory(wrong)
-    shown = repr(memory(hidden_states)[1])
-    assert len(shown) < 500 and "memory.weights.0 (2, " in shown
 
 
 def test_a_state_of_other_rows(memory, hidden_states):

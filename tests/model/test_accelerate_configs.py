@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 from tiny_run import TITANS
 
 CONFIGS = Path(__file__).parents[2] / "src" / "titans_hf" / "cli" / "configs" / "accelerate"
-
-
 OPTIONS = "--config config.json --tokenizer bytes --train_data text.txt --eval_data text.txt --block_length 32 "
 OPTIONS += "--tokens_per_step 128 --max_steps 4 --eval_steps 4 --save_steps 4 --use_cpu true --bf16 false"
 
@@ -24,7 +22,7 @@ def train(folder: Path, output: str, batch: int, *launches: list[str]) -> None:
     """Trains by commands that are launched side by side in `folder`."""
     own = {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     given = [*OPTIONS.split(), "--output_dir", output, "--per_device_train_batch_size", str(batch)]
-    options = dict(cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=200)
+    options = dict(cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=300)
     with ThreadPoolExecutor() as pool:
         commands = [[sys.executable, "-m", *launch, *given] for launch in launches]
         done = list(pool.map(lambda command: subprocess.run(command, **options), commands))

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from common import TWO_VARIANTS, VARIANTS, assert_same, full_logits, make_ids, make_model, read, shared_model, tensors
+from common import VARIANTS, assert_same, make_ids, make_model, read, shared_model, tensors
 from covering import covering, in_one_test
 from transformers import DynamicCache
 
@@ -31,23 +31,6 @@ def refuse(model, name: str, cache: TitansCache | None = None, **arguments) -> N
     assert cache.get_seq_length() == columns
     if kept is not None:
         assert_same(tensors(cache), kept, 0)
-
-
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_refused_calls_leave_the_cache_alone(variant):
-    """After refused calls a cache gives the same logits as without them."""
-    model, ids = shared_model(variant), make_ids(2, 15)
-    cache = read(model, ids[:, :9])[1]
-    for arguments in (
-        dict(input_ids=IDS + 50),
-        dict(input_ids=IDS, attention_mask=torch.ones(2, 7)),
-        dict(input_ids=IDS, labels=IDS[:, :3]),  # fails behind the model
-        dict(input_ids=IDS[:1]),
-        dict(input_ids=IDS[:, :0]),
-    ):
-        with pytest.raises((ValueError, IndexError)), torch.no_grad():  # an IndexError of PyTorch for unknown ids
-            model(cache=cache, **arguments)
-    assert_same(read(model, ids[:, 9:], None, cache)[0], full_logits(model, ids)[:, 9:])
 
 
 @in_one_test("value", [float("-inf"), float("nan"), 0.5, -1.0, 2, -1])

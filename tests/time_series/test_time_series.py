@@ -34,12 +34,6 @@ def read(model, values, sizes, **first):
     return outputs
 
 
-def repeat_cycle(model, length: int) -> torch.Tensor:
-    """Returns the model's cycle (2, length, channels) from POSITION on, value by value."""
-    weight = model.cycle.weight.detach()
-    return torch.stack([torch.stack([weight[(p + t) % len(weight)] for t in range(length)]) for p in POSITION.tolist()])
-
-
 PIECES = [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]]
 
 
@@ -164,7 +158,8 @@ def test_the_cycle_is_subtracted_and_added():
     """A forecast of any length is that of the values less their cycle, plus the cycle of what follows."""
     model, plain, values = make_model(**CYCLE), make_model(), make_values(length=40)
     plain.load_state_dict({name: x for name, x in model.state_dict().items() if name != "cycle.weight"})
-    cycle = repeat_cycle(model, 67)
+    weight = model.cycle.weight.detach()
+    cycle = torch.stack([weight[[(p + t) % len(weight) for t in range(67)]] for p in POSITION.tolist()])
     with torch.no_grad():
         found = model(past_values=values, cycle_position=POSITION)
         expected = plain(past_values=values - cycle[:, :40])
