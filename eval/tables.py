@@ -4,7 +4,6 @@ python -m eval.tables runs/dna --baselines lmm-off cnn
 """
 
 import argparse
-from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -14,12 +13,6 @@ from titans_hf.cli.shared.command_line import run_command
 from titans_hf_console import HelpFormatter
 
 OWN_TABLES = ("dna", "forecasting")
-
-
-def check_names(option: str, given: Iterable[str], known: set[str]) -> None:
-    """Raises ValueError for a name that is not known."""
-    if unknown := [name for name in given if name not in known]:
-        raise ValueError(f"{option} must be of {', '.join(sorted(known))}, but has {unknown[0]}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -38,8 +31,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"RUNS {args.runs} has no runs of rows of one benchmark, such as those of eval.dna.run")
     (benchmark,) = benchmarks
     rows = {record["run"]["row"] for record in records}
-    check_names("--rows", args.rows, rows)
-    check_names("--baselines", args.baselines, rows & set(args.rows or rows))
+    if unknown := {*args.rows, *args.baselines} - rows:
+        raise ValueError(f"--rows and --baselines must be of {', '.join(sorted(rows))}, but have {min(unknown)}")
     shown = [record for record in records if not args.rows or record["run"]["row"] in args.rows]
     if benchmark in OWN_TABLES:
         report = import_module(f"eval.{benchmark}.tables").make_report(shown, args.baselines)

@@ -169,13 +169,8 @@ def decode(args: argparse.Namespace) -> Iterator[dict]:
         # All contexts in turn, so that other processes slow each of them equally.
         rounds = [[seconds(step, args.device) for step in steps] for _ in range(args.steps + 3)][3:]
         for i, context in enumerate(args.contexts):
-            yield {
-                "model": name,
-                "context": context,
-                "ms/token": 1e3 * median(times[i] for times in rounds),
-                "of the first": median(times[i] / times[0] for times in rounds),
-                "cache MB": sizes[i] / 1e6,
-            }
+            row = {"model": name, "context": context, "ms/token": 1e3 * median(times[i] for times in rounds)}
+            yield row | {"of the first": median(x[i] / x[0] for x in rounds), "cache MB": sizes[i] / 1e6}
 
 
 def make_remembering(name: str, memory: str, args: argparse.Namespace) -> PreTrainedModel:
@@ -200,16 +195,9 @@ def remember(args: argparse.Namespace) -> Iterator[dict]:
             for piece in args.pieces:
                 pieces = draw_tokens(model, args.tokens, args.batch_size).split(piece, dim=1)
                 run = partial(read_pieces, model, pieces, given)
-                rows.append(
-                    {
-                        "model": name,
-                        "memory": memory,
-                        "context": context,
-                        "piece": piece,
-                        "read tokens/s": args.batch_size * args.tokens / least_seconds(run, args.device, 1),
-                        "read peak MB": peak_bytes(run, args.device) / 1e6,
-                    }
-                )
+                row = {"model": name, "memory": memory, "context": context, "piece": piece}
+                row["read tokens/s"] = args.batch_size * args.tokens / least_seconds(run, args.device, 1)
+                rows.append(row | {"read peak MB": peak_bytes(run, args.device) / 1e6})
             # After reading, because single tokens would move the pieces away from the chunks of fast weights.
             step = partial(read, model, draw_tokens(model, 1, args.batch_size), **given)
             decoding = 1e3 * median(seconds(step, args.device) for _ in range(args.steps + 3))

@@ -98,7 +98,6 @@ class Remember(Reader):
             model.memory.fast_weights.step.start_rate = None
 
     def begin(self) -> None:
-        """Forgets the text."""
         self.cache, self.start = MemoryCache(self.model), 0
 
     def state_bytes(self) -> int:
@@ -135,7 +134,6 @@ class Search(Remember):
         super().__init__(model, window, ())
 
     def begin(self) -> None:
-        """Forgets the text."""
         super().begin()
         self.ids, self.next = [], {}
 
@@ -144,7 +142,6 @@ class Search(Remember):
         return super().state_bytes() + TOKEN_BYTES * len(self.ids)
 
     def read(self, ids: Tensor) -> Tensor:
-        """Reads the next tokens (T,)."""
         log_p = super().read(ids) + torch.log(torch.tensor(1 - CERTAIN))
         for row, token in zip(log_p, ids.tolist(), strict=True):
             for n in range(1, min(LONGEST, len(self.ids)) + 1):
@@ -160,7 +157,6 @@ class Search(Remember):
 
     @contextmanager
     def branch(self) -> Iterator[None]:
-        """Reads in a branch until its end: then the reader is where it was."""
         with super().branch():
             self.ids, self.next = list(self.ids), dict(self.next)
             yield
@@ -179,9 +175,8 @@ class Pasted(Reader):
         self.first = model.config.get_text_config(decoder=True).bos_token_id or 0
 
     def begin(self) -> None:
-        """Forgets the text."""
         super().begin()
-        self.ids, self.opened = torch.zeros(0, dtype=torch.int64), False
+        self.ids = torch.zeros(0, dtype=torch.int64)
 
     def state_bytes(self) -> int:
         """Returns the bytes of the text."""

@@ -27,11 +27,8 @@ def load_texts(path: Path, tokenizer: PreTrainedTokenizerBase, tokens: int, plac
     texts = {}
     for file in sorted(x for x in path.rglob("*") if x.is_file()) if path.is_dir() else [path]:
         text = file.read_text(encoding="utf-8", errors="replace")
-        parts = (
-            re.split(r"^ = ([^=\n]+) = *$", text, flags=re.MULTILINE)
-            if file.suffix == ".raw"
-            else ["", file.name, text]
-        )
+        is_raw = file.suffix == ".raw"
+        parts = re.split(r"^ = ([^=\n]+) = *$", text, flags=re.MULTILINE) if is_raw else ["", file.name, text]
         texts |= {title.strip(): part for title, part in zip(parts[1::2], parts[2::2], strict=True)}
     result = {}
     for name, text in texts.items():

@@ -89,11 +89,9 @@ def floor_of(answers: list[list]) -> str:
 
 def found_by_text(methods: dict[str, dict[str, Record]], name: str) -> dict[str, float]:
     """Returns the share of right answers of each text, for facts that were told."""
-    told = {
-        text: [x for x in record["result"]["answers"] if x[0] not in NOT_FOUND]
-        for text, record in methods[name].items()
-    }
-    return {text: float(np.mean([x[3] for x in answers])) for text, answers in told.items() if answers}
+    answers = {text: record["result"]["answers"] for text, record in methods[name].items()}
+    told = {text: [x[3] for x in of_text if x[0] not in NOT_FOUND] for text, of_text in answers.items()}
+    return {text: float(np.mean(right)) for text, right in told.items() if right}
 
 
 def answers_table(methods: dict[str, dict[str, Record]]) -> str:
@@ -172,17 +170,11 @@ def draw(axes, found: dict[str, tuple[float, np.ndarray]]) -> None:
     gap, below = max(tops) / 14, np.inf
     for name, (x, y) in sorted(found.items(), key=lambda item: -item[1][1].mean()):
         colour, is_ours = COLOURS.get(name, "gray"), name in COLOURS
-        half = half_width(y)
-        axes.errorbar(
-            x, y.mean(), half, fmt="o", color=colour, capsize=3, markersize=5 + 3 * is_ours, elinewidth=1 + is_ours
-        )
+        form = {"fmt": "o", "color": colour, "capsize": 3, "markersize": 5 + 3 * is_ours, "elinewidth": 1 + is_ours}
+        axes.errorbar(x, y.mean(), half_width(y), **form)
         below = min(y.mean(), below - gap)
-        text = {
-            "xytext": (1.03, below),
-            "textcoords": axes.get_yaxis_transform(),
-            "va": "center",
-            "fontsize": 9 + is_ours,
-        }
+        text = {"xytext": (1.03, below), "textcoords": axes.get_yaxis_transform(), "va": "center"}
+        text["fontsize"] = 9 + is_ours
         arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.4, "alpha": 0.6}
         axes.annotate(LABELS[name], (x, y.mean()), arrowprops=arrow, annotation_clip=False, color=colour, **text)
     axes.set_xscale("log")

@@ -151,20 +151,16 @@ class RecordedColumns:
         no_columns = torch.zeros(inputs.shape[0], 0, dtype=torch.bool, device=inputs.device)
         return cls(state, inputs[:, :0], no_columns, no_columns, restart)
 
-    def first(self, num_columns: int) -> "RecordedColumns":
-        """Returns the record of the first `num_columns` columns."""
-        return self._part(0, num_columns)
-
     def runs(self) -> "list[RecordedColumns]":
         """Splits the record into runs of columns read with learning on, or off (`columns.learns`)."""
         if self.learned is None:
             return [self]
         learned = self.learned[0].tolist()
         at = [0, *(i for i in range(1, len(learned)) if learned[i] != learned[i - 1]), len(learned)]
-        runs = [self._part(*bounds) for bounds in itertools.pairwise(at)]
+        runs = [self.part(*bounds) for bounds in itertools.pairwise(at)]
         return [replace(x, learned=None) if learned[begin] else x for x, begin in zip(runs, at, strict=False)]
 
-    def _part(self, begin: int, end: int) -> "RecordedColumns":
+    def part(self, begin: int, end: int) -> "RecordedColumns":
         """Returns the record of the columns from begin to end."""
         names = ("inputs", "mask", "document_starts", "learned")
         return replace(self, **{name: x[:, begin:end] for name in names if (x := getattr(self, name)) is not None})
@@ -332,7 +328,7 @@ class TitansCacheLayer(CacheLayerMixin):
                 "a copy (copy.copy)."
             )
         if tokens_to_remove:
-            self.state, self.to_reread = record.state, record.first(kept) if kept else None
+            self.state, self.to_reread = record.state, record.part(0, kept) if kept else None
             self.restart = None if kept else record.restart  # kept columns mark the restart as a document's start
             self.num_columns = self.num_columns + tokens_to_remove
             self.is_initialized = bool(self.num_columns > 0)

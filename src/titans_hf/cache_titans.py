@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from .cache_files import TensorReader, naming_folder, read_memory, write_memory
 from .cache_files import model_fingerprint as fingerprint_of
 from .cache_layer import RecordedColumns, TitansCacheLayer
-from .configuration_titans import VARIANTS, TitansConfig, field_facts
+from .configuration_titans import TitansConfig, field_facts
 
 
 class TitansCache(Cache):
@@ -314,20 +314,13 @@ def _model_of_transformers(model: torch.nn.Module) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-# By variant, the fields on which state shapes and chunk boundaries depend; outside of calls, which may be compiled.
-_SHAPING_FIELDS = {
-    variant: tuple(
-        name
-        for name, facts in field_facts(TitansConfig).items()
-        if facts["state"] == "shape" and variant in facts["variants"]
-    )
-    for variant in VARIANTS
-}
+# The fields that determine state shapes and chunk boundaries, by variant: outside of calls, which may be compiled.
+_OF_SHAPE = {name: x["variants"] for name, x in field_facts(TitansConfig).items() if x["state"] == "shape"}
 
 
 def _shaping_fields(config: TitansConfig) -> dict:
     """Returns the config fields on which state shapes and chunk boundaries depend."""
-    return {name: getattr(config, name) for name in _SHAPING_FIELDS[config.variant]}
+    return {name: getattr(config, name) for name, variants in _OF_SHAPE.items() if config.variant in variants}
 
 
 __all__ = ["TitansCache", "TitansCacheLayer"]

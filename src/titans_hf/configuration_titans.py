@@ -374,13 +374,7 @@ class TitansConfig(PreTrainedConfig):
     @property
     def kv_cache_length(self) -> int:
         """Largest number of keys in the key-value cache of a layer, without the persistent keys; 0 in LMM."""
-        lengths = {
-            "mac": 2 * self.segment_length,
-            "mag": self.sliding_window - 1,
-            "mal": self.sliding_window - 1,
-            "lmm": 0,
-        }
-        return lengths[self.variant]
+        return {"mac": 2 * self.segment_length, "lmm": 0}.get(self.variant, self.sliding_window - 1)
 
     @property
     def n_positions(self) -> int:

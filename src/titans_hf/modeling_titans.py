@@ -360,7 +360,7 @@ def leaving_cache_on_error(forward: Callable) -> Callable:
 class TitansForSequenceClassification(GenericForSequenceClassification, TitansHead):
     """Classifies a text by its last token. A batch of several texts needs a mask, or `pad_token_id`."""
 
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @leaving_cache_on_error
     @can_return_tuple
     def forward(
         self,
@@ -387,21 +387,20 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansHe
                 "`attention_mask` must be given for several texts if the config has no `pad_token_id`: the ends of the "
                 "texts are unknown."
             )
-        with undone_on_error(cache):
-            outputs = self.model(
-                input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                cache=cache,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                **kwargs,
-            )
-            states, loss = outputs.last_hidden_state, None
-            last = self._last_tokens(input_ids, attention_mask, states)
-            logits = self.score(states[torch.arange(len(states), device=states.device), last])
-            if labels is not None:
-                loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        states, loss = outputs.last_hidden_state, None
+        last = self._last_tokens(input_ids, attention_mask, states)
+        logits = self.score(states[torch.arange(len(states), device=states.device), last])
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         kept = (outputs.cache, outputs.hidden_states, outputs.attentions)
         return SequenceClassifierOutputWithPast(loss, logits, *kept)
 
@@ -424,7 +423,7 @@ class TitansForTokenClassification(GenericForTokenClassification, TitansHead):
 class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
     """Predicts the first and the last token of an answer."""
 
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @leaving_cache_on_error
     @can_return_tuple
     def forward(
         self,
@@ -443,22 +442,21 @@ class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
         The logits at padding are the smallest number of their dtype: padding does not change a row's loss, and no
         answer lies in it.
         """
-        with undone_on_error(cache):
-            outputs = self.model(
-                input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                cache=cache,
-                inputs_embeds=inputs_embeds,
-                **kwargs,
-            )
-            logits, loss = self.qa_outputs(outputs.last_hidden_state), None  # (B, T, 2)
-            if attention_mask is not None:
-                padding = attention_mask[:, attention_mask.shape[1] - logits.shape[1] :].to(logits.device) == 0
-                logits = logits.masked_fill(padding[..., None], torch.finfo(logits.dtype).min)
-            start_logits, end_logits = logits.unbind(-1)
-            if start_positions is not None and end_positions is not None:
-                loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits, loss = self.qa_outputs(outputs.last_hidden_state), None  # (B, T, 2)
+        if attention_mask is not None:
+            padding = attention_mask[:, attention_mask.shape[1] - logits.shape[1] :].to(logits.device) == 0
+            logits = logits.masked_fill(padding[..., None], torch.finfo(logits.dtype).min)
+        start_logits, end_logits = logits.unbind(-1)
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
         return QuestionAnsweringModelOutput(loss, start_logits, end_logits, outputs.hidden_states, outputs.attentions)
 
 

@@ -162,5 +162,5 @@ def test_figures_are_over_folds(tmp_path):
     assert rows.splitlines()[3] == "| lmm | 1,234 | 3 | 79.0 ± 6.6 | 90.0 ± 0.0 | 0.01 | 2.0 |"  # folds .8, .72, .85
     assert "| the paper's neural memory | – | – | 96.6 | – | – | – |" in rows
     assert less.splitlines()[2:] == ["| lmm | +1.0 ± 12.7 | 2 |"]  # .1 and .1 in the first fold, -.08 in the second
-    with pytest.raises(ValueError, match="--baselines must be of cnn, lmm, but has llama"):
+    with pytest.raises(ValueError, match="--baselines must be of cnn, lmm, but have llama"):
         tables.main([str(tmp_path), "--baselines", "llama"])

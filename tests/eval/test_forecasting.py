@@ -136,7 +136,7 @@ def test_chosen_rows_are_reported(tmp_path, capsys):
     tables.main([str(tmp_path), "--rows", "lmm-off-cycle24", "rlinear"])
     printed = capsys.readouterr().out
     assert "| patchtst |" not in printed and "| rlinear |" in printed
-    with pytest.raises(ValueError, match="--rows must be of lmm-off-cycle24, patchtst, rlinear, but has llama"):
+    with pytest.raises(ValueError, match="must be of lmm-off-cycle24, patchtst, rlinear, but have llama"):
         tables.main([str(tmp_path), "--rows", "llama"])
     with pytest.raises(ValueError, match=r"has no runs of rows of one benchmark, such as those of eval\.dna\.run"):
         tables.main([str(tmp_path / "out")])

@@ -101,7 +101,7 @@ def small_model(family: str) -> PreTrainedModel:
 def small_memory(model: PreTrainedModel) -> tuple[FastWeights, TokenList]:
     """Returns fast weights of every linear layer but those of queries and keys, and a list that is trusted."""
     fast = random_fast_weights(model, range(len(decoder_layers(model)[1])), rank=3, rate=0.3)
-    fast.step.chunk, fast.step.momentum, fast.step.retain, fast.step.max_gradient = CHUNK, 0.3, 0.99, None
+    fast.step.chunk, fast.step.max_gradient = CHUNK, None
     chosen = TokenList.random(32, 8, entries=20, threshold=1.0)
     gate = {"gate_bias": torch.tensor([-1.0]), "gate_weight": torch.linspace(-0.3, 0.3, 5)}
     chosen.read_out = chosen.read_out._replace(**gate, entry_weight=torch.tensor([9.0, *[1.0] * 4]))

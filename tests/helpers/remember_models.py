@@ -41,7 +41,7 @@ def small_fast_weights(model, **step):
     fast = random_fast_weights(model, (1, 2), rank=3, rate=0.5)
     generator = torch.Generator().manual_seed(3)
     fast.start = {name: torch.randn(out, 3, generator=generator) / 20 for name, out in fast.outputs.items()}
-    step = {"chunk": 8, "momentum": 0.3, "retain": 0.99, "max_gradient": None, "start_rate": 0.5} | step
+    step = {"chunk": 8, "max_gradient": None, "start_rate": 0.5} | step
     for name, value in step.items():
         setattr(fast.step, name, value)
     return fast

@@ -24,7 +24,6 @@ def read_slowly(model, fast, window: int, ids: torch.Tensor, first_token: int, s
     share = 1.0 if rate is None else 0.0
     learned = {name: torch.zeros_like(x) for name, x in start.items()}  # B without its share of the start
     B = {name: share * x for name, x in start.items()}
-    S = {name: torch.zeros_like(x) for name, x in B.items()}
     past = [[], []]  # keys and values of all layers so far, (1, H, P, D)
     logits, chunk = [], fast.step.chunk
     for begin in range(0, len(ids), chunk):
@@ -58,8 +57,7 @@ def read_slowly(model, fast, window: int, ids: torch.Tensor, first_token: int, s
             gradients = {x: g @ fast.directions[x].to(dtype).T for x, g in zip(original, of_weights, strict=True)}
             share -= sum((rate or 0.0) * (g * start[name]).sum() for name, g in gradients.items())
             for name, g in gradients.items():
-                S[name] = fast.step.momentum * S[name] - fast.rates[name] * g
-                learned[name] = fast.step.retain * learned[name] + S[name]
+                learned[name] = learned[name] - fast.rates[name] * g
                 B[name] = share * start[name] + learned[name]
     return torch.cat(logits), B
 

@@ -143,8 +143,7 @@ def test_a_memory_of_before_the_adapter(model, base, tmp_path):
 
 @pytest.mark.parametrize("change,message", [
     ({"step": {"chunk": 0}}, "`step` chunk must be a whole number from 1 to 65536, got 0"),
-    ({"step": {"momentum": math.nan}}, "`step` momentum must be a number from 0 to 1, got nan"),
-    ({"step": {"start_rate": math.inf}}, "`step` start_rate must"),
+    ({"step": {"start_rate": math.nan}}, "`step` start_rate must be a number from 0 to 1000000.0, got nan"),
     ({"step": {"max_gradient": "20"}}, "`step` max_gradient must"),
     ({"step": {"x": 1}}, "unexpected keyword argument 'x'"),
     ({"token_list": {"entries": True}}, "`token_list` entries must"),

@@ -34,7 +34,7 @@ class MemoryCache(Cache):
 
     layers: keys and values of the window, states of recurrent layers. seen (R,) int64, on the CPU: tokens that each row
     has read. steps (R,) int64, on the CPU: chunks whose step was taken or left out. state: other tensors with rows by
-    name: "B.*" and "S.*" of the fast weights, "list.*", "passages.ids" (R, N), the text, and "chunk.ids" (R, C) and
+    name: "B.*" of the fast weights, "list.*", "passages.ids" (R, N), the text, and "chunk.ids" (R, C) and
     "chunk.learns" (R, C), on the CPU, the last C tokens.
     num_columns: columns that were read, padding included. unread: the last of them, which are to be read again after
     `crop`, or were read only in the branch.
@@ -143,7 +143,7 @@ class MemoryCache(Cache):
         parts = {"keys and values": sum(x.numel() * x.element_size() for x in found)}
         for name, x in self.state.items():
             part = name.partition(".")[0]
-            part = "fast_weights" if part in ("B", "S", "start") else part
+            part = "fast_weights" if part in ("B", "start") else part
             parts[part] = parts.get(part, 0) + x.numel() * x.element_size()
         return parts
 

@@ -2,13 +2,13 @@
 
     y = W x + B (A x)                         A (r, in) is fixed, B (out, r) belongs to one row of the batch
     L = (1 / C) sum of -log p(x_{i+1})        over the C tokens x_i of a chunk, keys and values of earlier chunks fixed
-    S <- eta S - theta dL/dB                  the step, Titans eq. 10 with the model's own loss
     c' = c - theta_0 <dL/dB, B_0>             the share of the start B_0 that the row takes, 0 at first: a sum over
                                               all matrices, since dL/dc = <dL/dB, B_0>
-    B <- c' B_0 + alpha (B - c B_0) + S       Titans eq. 13 toward c B_0: alpha = 1 forgets nothing
+    B <- B + (c' - c) B_0 - theta dL/dB       the step: Titans eq. 10 and 13 with the model's own loss, without momentum
+                                              and forgetting
 
 The step of a chunk is taken when the token after it arrives, because that is the last label. A chunk's keys and values
-are kept as they were computed before its step. S, B and the steps are float32 at least; B (A x) is computed in the
+are kept as they were computed before its step. B and the steps are float32 at least; B (A x) is computed in the
 model's dtype. A gradient whose norm over all matrices of a row exceeds `max_gradient` is scaled down to it.
 
 Sources: dynamic evaluation (Krause et al. 2018), test-time training (Sun et al. 2024), Titans (Behrouz et al. 2024).
@@ -39,8 +39,6 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 LARGEST = 1e6  # of a rate and of other numbers without a natural limit
 LIMITS = {  # of the fields of `Step`: least, most, and kinds other than int and float
     "chunk": (1, 2**16, (int,)),
-    "momentum": (0, 1),
-    "retain": (0, 1),
     "max_gradient": (0, LARGEST),
     "start_rate": (0, LARGEST),
 }
@@ -50,13 +48,9 @@ _ACTIVE: ContextVar["tuple[FastWeights, dict[str, Tensor]] | None"] = ContextVar
 
 @dataclass
 class Step:
-    """How a step is taken: chunk C (tokens), momentum eta, retain alpha, max_gradient (None: no limit), start_rate
-    theta_0 (None: c is 1).
-    """
+    """How a step is taken: chunk C (tokens), max_gradient (None: no limit), start_rate theta_0 (None: c is 1)."""
 
     chunk: int = 64
-    momentum: float = 0.0
-    retain: float = 1.0
     max_gradient: float | None = 20.0
     start_rate: float | None = 2.0
 
@@ -120,8 +114,8 @@ class FastWeights:
             _ACTIVE.reset(token)
 
     def initial_state(self, rows: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Returns the state before the first token: B, and S if there is momentum, (R, out, r) by "B.name" and
-        "S.name"; c (R, 1, 1) by SHARE, if there is a start.
+        """Returns the state before the first token: B (R, out, r) by "B.name"; c (R, 1, 1) by SHARE, if there is a
+        start.
         """
         state, share = {}, 1.0 if self.step.start_rate is None else 0.0
         self.start = {name: x.to(device) for name, x in self.start.items()}
@@ -132,8 +126,6 @@ class FastWeights:
             zeros = torch.zeros(shape, dtype=dtype, device=device)
             start = self.start.get(name)
             state[f"B.{name}"] = zeros if start is None else zeros + share * start.to(zeros)
-            if self.step.momentum:
-                state[f"S.{name}"] = torch.zeros_like(zeros)
         return state
 
     def weights(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -174,17 +166,11 @@ class FastWeights:
                 share = share.clamp(*SHARES)
             new[SHARE] = share
         for name, gradient in by_name.items():
-            after = before = state[f"B.{name}"]
+            after = state[f"B.{name}"]
             if name in self.start:
-                start = self.start[name].to(before)
-                after = before + (share - old).to(start) * start
-            if self.step.retain != 1:
-                kept = old.to(start) * start if name in self.start else 0.0
-                after = after - (1 - self.step.retain) * (before - kept)
-            step = -self.rates[name] * gradient
-            if self.step.momentum:
-                step = new[f"S.{name}"] = self.step.momentum * state[f"S.{name}"] + step
-            new[f"B.{name}"] = after + step
+                start = self.start[name].to(after)
+                after = after + (share - old).to(start) * start
+            new[f"B.{name}"] = after - self.rates[name] * gradient
         return new
 
 

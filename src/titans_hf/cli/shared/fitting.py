@@ -16,18 +16,15 @@ def fit(run: Any, model: nn.Module, every: int, options: dict[str, Any], **parts
     `run` has `learning_rate`, `batch_size` and `seed`. `options` replace TrainingArguments; `parts` are arguments of
     Trainer.
     """
-    shared = dict(
+    shared = dict.fromkeys(("eval_strategy", "logging_strategy", "save_strategy"), "steps")
+    shared |= dict.fromkeys(("eval_steps", "logging_steps", "save_steps"), every)
+    shared |= dict(
         per_device_train_batch_size=run.batch_size,
         per_device_eval_batch_size=4 * run.batch_size,
         learning_rate=run.learning_rate,
         lr_scheduler_type="cosine",
         max_grad_norm=1.0,
-        eval_strategy="steps",
-        eval_steps=every,
-        logging_steps=every,
         logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_steps=every,
         save_total_limit=1,
         load_best_model_at_end=True,
         remove_unused_columns=False,
