@@ -39,9 +39,7 @@ class Program:
         self.read()
 
     def read(self) -> None:
-        """Reads a random number of columns, with learning on or off, with padding anywhere that a mask of these columns
-        or of all tells, and with documents that follow each other, told in one of two ways.
-        """
+        """Reads random columns, learning or not, with padding and documents, each told in one of two ways."""
         if self.random.random() < 0.3:
             self.model.set_memory_learning(not self.model.memory_learning)
         num_columns = self.random.choice([1, 1, 2, 5, 9, 14])

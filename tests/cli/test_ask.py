@@ -1,14 +1,15 @@
 """titans-hf ask: answers are those of a model that has just read, and asking leaves the memory unchanged."""
 
+import pytest
 import torch
 from reading_runs import SPECIAL, flags, ids_of, load, run_read, whole_text
 from transformers import GenerationConfig
-from vocabularies import sentencepiece
+from vocabularies import sentencepiece, wordpiece
 
 from titans_hf import TitansForCausalLM
 from titans_hf.cache_files import read_description
 from titans_hf.cli import ask
-from titans_hf.cli.shared.text_ids import encode
+from titans_hf.cli.shared.text_ids import decode_answer, encode
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 from titans_hf.memory_state import tensors_of
 
@@ -73,6 +74,18 @@ def test_an_answer_of_a_sentencepiece_vocabulary(paths, capsys, monkeypatch):
     assert capsys.readouterr().out == "the key was red\n"
     num_read = len(encode(tokenizer, "the door was open.").input_ids)
     assert read_description(paths.memory)["tokens_seen"] == [num_read + len(ids)]
+
+
+@pytest.mark.parametrize("make", [sentencepiece, wordpiece, byte_tokenizer])
+def test_an_answer_is_what_it_adds_to_its_prompt(make):
+    """Prompt and answer together are the decoded text, with the space between two words."""
+    tokenizer = make()
+    for text in ("the key was red and (a small one)", "the captain's lamp, and red door open"):
+        ids = encode(tokenizer, text).input_ids
+        for cut in range(1, len(ids)):
+            found = decode_answer(tokenizer, ids[:cut], [*ids[cut:], tokenizer.eos_token_id])
+            assert tokenizer.decode(ids[:cut]) + found == tokenizer.decode(ids)
+            assert found.replace(" ", "") == tokenizer.decode(ids[cut:]).replace(" ", "").removeprefix("##")
 
 
 def test_every_end_token_of_the_checkpoint_ends_an_answer(paths, capsys):

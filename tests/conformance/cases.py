@@ -1,8 +1,4 @@
-"""The test classes of `run.py`: one per variant of Titans.
-
-Each inherits the tests from transformers' mixins and adds a tiny configuration and its input, long enough to cross
-windows, chunks and segments several times.
-"""
+"""The test classes of `run.py`, one per variant: transformers' mixins, and inputs that cross windows and segments."""
 
 import copy
 import inspect

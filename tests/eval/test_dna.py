@@ -125,9 +125,7 @@ def test_runs_learn_and_go_on(tsv, capsys):
 
 
 def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch, capsys):
-    """All folds and seeds have the rate that is best in validation on the first fold with the first seed, and
-    the tables have the runs of this rate alone.
-    """
+    """All folds and seeds, and the tables, have the rate that is best in validation on the first fold and seed."""
     made = []
 
     def train(run, *data):

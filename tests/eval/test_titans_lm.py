@@ -3,8 +3,10 @@
 import pytest
 import torch
 from common import make_model
+from datasets.exceptions import DatasetGenerationError
 from remember_models import remembering
 
+import titans_hf_console
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
@@ -121,3 +123,16 @@ def test_bad_arguments():
     """A batch size that is no number raises an error that names it."""
     with pytest.raises(ValueError, match="`batch_size` must be a number"):
         make_lm(TitansLM, make_model("mag"), batch_size="auto")
+
+
+def test_a_task_without_rows_is_one_line(monkeypatch, capsys):
+    """A task's data file that holds no rows ends in one line of lm-eval's own command."""
+
+    def without_rows():
+        raise DatasetGenerationError("An error occurred") from ValueError("no rows")
+
+    monkeypatch.setattr("titans_hf.cli.lm_eval_command.cli_evaluate", without_rows)
+    monkeypatch.setattr("sys.argv", ["titans-hf", "lm-eval", "run"])
+    with pytest.raises(SystemExit):
+        titans_hf_console.main()
+    assert capsys.readouterr().err.endswith("error: the data of a task cannot be read: no rows\n")

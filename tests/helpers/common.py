@@ -71,11 +71,8 @@ def make_config(variant: str, **changes) -> TitansConfig:
 
 @torch.no_grad()
 def redraw(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> torch.nn.Module:
-    """Draws every parameter anew: as initialised, the memory outputs 0 and its gates are independent of the token.
-
-    At this scale a change of the input grows less than 100 times over 200 tokens. At 0.3 it grows 1e8 times in MAC, and
-    with it the rounding.
-    """
+    """Draws every parameter anew: as initialised, the memory outputs 0 and its gates are independent of the token. At a
+    scale of 0.3 a change of the input, and rounding, would grow 1e8 times in MAC."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
@@ -96,11 +93,8 @@ def shared_model(variant: str, **changes):
 
 
 def each_variant(changes: dict[str, dict]) -> list:
-    """Returns pytest parameters (variant, changes) for all named changes of the config.
-
-    A change of attention has the variants that it affects; of MAG and MAL, whose attention is the same code, one in
-    turn. A change of the memory alone, whose code the variants share, has one variant, in turn.
-    """
+    """Returns pytest parameters (variant, changes) for all changes of the config: of attention for the variants that it
+    affects, of MAG and MAL one in turn; of the memory alone, whose code is shared, for one variant in turn."""
     shared_by_all = {name for name in TitansConfig.__annotations__ if name.startswith("memory_")}
     shared_by_all -= {"memory_chunk_size", "memory_residual"}
     without_attention = {"sliding_window", "segment_length", "num_key_value_heads", "memory_residual"}

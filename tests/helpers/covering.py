@@ -33,8 +33,7 @@ def covering(strength: int, parameters: Mapping[str, Iterable]) -> pytest.MarkDe
 
 def in_one_test(names: str, values: Iterable) -> Callable:
     """Returns a decorator like `pytest.mark.parametrize` for cheap checks: one test, in which each of the values is a
-    subtest. All values are tried, and a failure names its values. They share fixtures such as `tmp_path`.
-    """
+    subtest, with shared fixtures such as `tmp_path`. All values are tried, and a failure names its values."""
     params = [as_param(x, "," in names) for x in values]
     assert not any(x.marks for x in params), "a subtest has no mark"
 

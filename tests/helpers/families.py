@@ -1,7 +1,4 @@
-"""Small random models of many families of Transformers, and what `remember` differs from itself by on them.
-
-`python tests/helpers/families.py` prints docs/families.md.
-"""
+"""Small random models of many families; `python tests/helpers/families.py` prints docs/families.md."""
 
 import inspect
 import sys
@@ -110,9 +107,8 @@ def small_memory(model: PreTrainedModel) -> tuple[FastWeights, TokenList]:
 
 @torch.no_grad()
 def differences(model: PreTrainedModel, window: int | None = WINDOW) -> dict[str, float]:
-    """Returns the largest differences of logits: of pieces, of a left-padded row and of a row alone from the whole; of
-    tokens that `generate()` makes; of the forgotten model from the original; and how much learning changes.
-    """
+    """Returns the largest differences of logits from the whole, of tokens that `generate()` makes, and of the forgotten
+    model from the original; and how much learning changes."""
     ids = torch.randint(3, 53, (2, 45), generator=torch.Generator().manual_seed(1))
     with as_double():
         before = model(ids).logits

@@ -49,9 +49,8 @@ def kernel_of_fla() -> Callable:
 
 
 def draw() -> list[Tensor]:
-    """Draws an update of two rows, float32 numbers in float64: queries, keys, values, steps, logarithms of what is
-    retained, weights and decay target. All keys of row 1 are equal, the worst case of the triangular system.
-    """
+    """Draws an update of two rows, of float32 numbers in float64. All keys of row 1 are equal, the worst case of the
+    triangular system."""
     torch.manual_seed(0)
     vectors = torch.randn(3, 2, HEADS, TOKENS, SIZE).double()
     queries, keys, values = vectors / vectors.norm(dim=-1, keepdim=True)

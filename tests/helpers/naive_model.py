@@ -1,7 +1,5 @@
-"""Computes the model by the paper's equations: one row, token by token, T x T masks, absolute positions.
-
-Uses the weights of a TitansForCausalLM and shares no code with it except the autograd token loop of the memory.
-"""
+"""Computes the model by the paper's equations: one row, token by token, T x T masks, absolute positions. It shares no
+code with the model except the autograd token loop of the memory."""
 
 import torch
 from torch.nn.functional import gelu, layer_norm, silu
@@ -96,8 +94,7 @@ def head_norm(config, y, weight):
 
 def attend(attention, config, queries, keys, positions, mask, persistent):
     """Attends with queries (T, hidden) at positions[0] to keys (K, hidden) at positions[1] where mask (T, K) is True,
-    and to persistent tokens (P, hidden): output (T, hidden), weights (heads, T, P + K).
-    """
+    and to persistent tokens (P, hidden): output (T, hidden), weights (heads, T, P + K)."""
     c, groups = config, config.num_attention_heads // config.num_key_value_heads
 
     def heads(proj, x):
@@ -208,9 +205,7 @@ MIXERS = {"mac": mac, "mag": mag, "mal": mal, "lmm": lmm}
 
 @torch.no_grad()
 def naive_forward(model, ids, make_memory=NaiveMemory):
-    """Computes logits (T, vocab) of ids (T,), and the attention weights per layer: (heads, T, P + T), in MAC (heads, T,
-    P + 2 L). `make_memory`: the class of the layers' memories.
-    """
+    """Computes logits (T, vocab) of ids (T,), and attention weights per layer, (heads, T, P + T or in MAC P + 2 L)."""
     config, eps = model.config, model.config.rms_norm_eps
     x, weights = model.model.embed_tokens.weight[ids], []
     for layer in model.model.layers:

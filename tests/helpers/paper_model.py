@@ -1,8 +1,5 @@
-"""Computes the paper's literal model: eq. 10-16 and 21-31 as stated, and the memory network of its second version.
-
-One row, token by token, head by head. The memory knows no limit of steps or errors, no initial weights that forgetting
-leads back to, no length of values. All else is `naive_model`, whose config has the paper's form.
-"""
+"""Computes the paper's literal model, eq. 10-16 and 21-31, with the memory network of its second version, head by head:
+no limit of steps or errors, no decay target, no length of values. All else is `naive_model`."""
 
 import torch
 from naive_model import EPSILON, l2_normalize, naive_forward, rms_norm

@@ -1,8 +1,5 @@
-"""What a model with `remember` computes for one text, as slowly and plainly as it can be written.
-
-The fast weights are merged into the weights of the model, W + B A, and the gradient of B is that of W, times A^T. The
-window and the sink are a 4-D mask over all keys so far. The list is a loop over tokens and entries.
-"""
+"""What a model with `remember` computes for one text, as slowly and plainly as it can be written: fast weights merged
+into those of the model, W + B A, a 4-D mask over all keys so far, and a loop over the entries of the list."""
 
 import copy
 import math

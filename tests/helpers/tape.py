@@ -11,11 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class Tape(TorchDispatchMode):
-    """Records the operations of a function without arguments, as `memory_graphs.CudaRecording` does on a GPU.
-
-    What ends the recording of a CUDA graph is an error: a value that the host waits for, or a tensor made of the host's
-    values.
-    """
+    """Records the operations of a function without arguments, as `memory_graphs.CudaRecording` does on a GPU. A value
+    that the host waits for, or a tensor of the host's values, is an error, as it ends the recording of a CUDA graph."""
 
     number_of_replays: ClassVar[int] = 0
     is_possible = staticmethod(lambda device: True)

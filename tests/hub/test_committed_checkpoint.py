@@ -15,10 +15,8 @@ visitor had left behind him the night before."""
 
 
 def test_it_is_small_and_predicts_english():
-    """The folder has at most 9 MB, a card, and no code: importing titans_hf is what makes it load. The Auto classes
-    load it in bfloat16, with every weight from the file. It predicts a novel far better than by chance (8.3 nats per
-    token).
-    """
+    """The folder is small, has a card and no code, loads with every weight in bfloat16, and predicts a novel far better
+    than by chance (8.3 nats per token)."""
     files = [file for file in FOLDER.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 9e6 and (FOLDER / "README.md").exists()
     assert not [x for x in files if x.suffix == ".py"] and "auto_map" not in (FOLDER / "config.json").read_text()

@@ -192,3 +192,8 @@ def test_the_memory_alone_has_no_attention():
     assert make_model("lmm", **sizes)(make_ids(1, 9)).logits.shape == (1, 9, 50)
     with pytest.raises(StrictDataclassError, match="head_dim"):
         make_config("mag", **sizes)
+
+
+def test_the_context_has_no_limit():
+    """By a limit lm-eval's own class would cut prompts; it is no field of the configuration."""
+    assert TitansConfig().n_positions > 2**32 and "n_positions" not in TitansConfig().to_dict()

@@ -1,7 +1,5 @@
-"""Distribution through Accelerate and Transformers, each equal to one process. Ranks are processes on CPU (gloo).
-
-Saving a sharded model, and generation by tensor parallelism, are tested by Transformers' own tests (tests/conformance).
-"""
+"""Distribution through Accelerate and Transformers equals one process. Ranks are processes on CPU (gloo). Saving, and
+generation by tensor parallelism, are tested by Transformers' own tests (tests/conformance)."""
 
 import multiprocessing
 import warnings

@@ -21,10 +21,8 @@ ALLOWED = {torch.float32: 1e-2, torch.bfloat16: 5e-2}
 
 
 def make(variant: str, dtype: torch.dtype, **changes):
-    """Makes a model whose weights are the same in every dtype, with heads of the memory as large as common.
-
-    At this width, MAC of larger random weights makes rounding errors grow a thousandfold.
-    """
+    """Makes a model with the same weights in every dtype, with heads of the memory as large as common. Of larger random
+    weights, MAC would make rounding errors grow a thousandfold."""
     sizes = dict(hidden_size=128, memory_num_heads=2, segment_length=64, memory_chunk_size=64, sliding_window=64)
     model = make_model(variant, **{**sizes, **changes})
     return redraw(model, scale=0.05).to(DEVICE, dtype)
