@@ -72,9 +72,6 @@ def test_decoding(tmp_path):
     assert sizes[2:] == pytest.approx([4 * 2 * context * 128 * 4 / 1e6 for context in (256, 263)])
 
 
-MEMORY = ["memory", "--heads", "1", "--batch_size", "1", "--repeats", "1", "--lengths"]
-
-
 def test_a_wrong_memory_is_not_timed(monkeypatch, tmp_path):
     """A program whose outputs differ from those of float64 stops the benchmark before timing."""
     right = neural_memory.memorize_on_grid
@@ -85,7 +82,7 @@ def test_a_wrong_memory_is_not_timed(monkeypatch, tmp_path):
 
     monkeypatch.setattr(neural_memory, "memorize_on_grid", wrong)
     with pytest.raises(AssertionError, match="torch: the output is off by"):
-        run(tmp_path, *MEMORY, "64")
+        run(tmp_path, "memory", "--heads", "1", "--batch_size", "1", "--repeats", "1", "--lengths", "64")
 
 
 def test_remembering(tmp_path):
@@ -98,16 +95,14 @@ def test_remembering(tmp_path):
     assert all(row["read tokens/s"] > 0 and row["read peak MB"] > 0 for row in rows)
 
 
-GPU = ["gpu", "--device", "cpu", "--smallest", "--parts"]
-
-
 def test_parts_of_the_command_for_a_gpu(tmp_path):
     """Every part of `gpu` is a command. A part that takes too long says so, and the next part begins."""
     for part in list(on_a_gpu.PARTS)[1:]:
         for others in ({}, on_a_gpu.SHORT, on_a_gpu.SMALLEST):
             command = on_a_gpu.command_of(part, others)
             assert bench.make_parser().parse_args(command).benchmark == command[0]
+    command = "gpu --device cpu --smallest --parts test-gpu remember-qwen3"
     with pytest.raises(SystemExit, match="failed: test-gpu, remember-qwen3"):
-        run(tmp_path, *GPU, "test-gpu", "remember-qwen3", "--seconds", "0.01")
+        run(tmp_path, *command.split(), "--seconds", "0.01")
     first, second = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
     assert second["part"] == "remember-qwen3" and first["status"] == second["status"] == "longer than 0.01 seconds"

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LINES = {"*.py": 28_570, "tests/*.py": 11_940}
+LINES = {"*.py": 28_560, "tests/*.py": 11_930}
 WORDS = {"README.md": 400, "docs/dev/log.md": 8_500}  # bars of tables not counted
 
 

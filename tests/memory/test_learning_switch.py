@@ -88,7 +88,7 @@ def test_gradient_checkpointing_keeps_the_switch_of_the_call():
     found = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.train().gradient_checkpointing_enable()
+            model.train().activation_checkpointing_enable()
         model.zero_grad()
         model.set_memory_learning(False)
         loss = model(ids, labels=ids, use_cache=False).loss
