@@ -69,8 +69,7 @@ class RunArguments:
         "Tokens in an optimizer step (paper: 0.5M), rounded to a multiple of the batch on all devices.", 2**19
     )
     train_only: Literal["memory"] | None = option(
-        "`memory`: train only the parameters of the memories; the optimizer keeps no state of other parameters.",
-        None,
+        "`memory`: train only the parameters of the memories; the optimizer keeps no state of other parameters.", None
     )
     repeat_passages: float = option(
         "Share of the training blocks in which earlier passages of 16 to 160 tokens come again, which gives a memory a "

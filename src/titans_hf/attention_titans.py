@@ -129,13 +129,7 @@ class TitansAttention(nn.Module):
         return KeyValueCache(keys, projected.values)
 
     def attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor,
-        arrange: Callable[[Tensor], Tensor],
-        **kwargs,
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, arrange: Callable[[Tensor], Tensor], **kwargs
     ) -> tuple[Tensor, Tensor | None]:
         """Computes attention of queries from `with_plain` over keys and values (B, K, h, D), persistent tokens
         first, where mask (B or 1, T, K) is True; a mask of numbers is added to the scores. Returns (B, T, h * D), and

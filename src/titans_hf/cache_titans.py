@@ -210,7 +210,7 @@ class TitansCache(Cache):
             model_fingerprint: `cache_files.model_fingerprint(model)`, if the model has not changed since. Else a hash
                 of all weights is computed.
         """
-        model = _model_of_transformers(model)
+        model = base_model(model)
         self.check_fits(model.config, self.batch_size)
         layers = [layer.named_tensors() for layer in self.layers]
         tensors = {f"{i}.{path}": x for i, layer in enumerate(layers) for path, x in layer.items()}
@@ -237,7 +237,7 @@ class TitansCache(Cache):
         the difference, for the memory of a model with another config, dtype or weights, for a file that was truncated
         or altered, for tensors that no cache of the model has, and for another format.
         """
-        model = _model_of_transformers(model)
+        model = base_model(model)
         facts = model_fingerprint or fingerprint_of(model)
         description, tensors, num_columns, record_past = read_memory(folder, facts)
         cache = cls(model.config, **options)
@@ -309,8 +309,8 @@ def _check_equal(problem: str, fields: dict, expected: dict) -> None:
             raise ValueError(f"{problem} its {name} is {value}, not {expected.get(name)}.")
 
 
-def _model_of_transformers(model: torch.nn.Module) -> PreTrainedModel:
-    """Returns the model without PEFT's wrapper, if it has one."""
+def base_model(model: torch.nn.Module) -> PreTrainedModel:
+    """Returns the model inside of PEFT's model; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

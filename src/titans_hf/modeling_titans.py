@@ -103,13 +103,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         self.mlp_norm = TitansRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = TitansMLP(config, layer_idx)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        layout: TokenLayout,
-        cache: TitansCache | None = None,
-        **kwargs,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: TokenLayout, cache: TitansCache | None = None, **kwargs) -> Tensor:
         """Computes the layer's output (B, T, hidden), and updates its part of the cache. `kwargs` go to the attention
         function.
         """

@@ -1,10 +1,12 @@
 """The project keeps the sizes that CONTRIBUTING.md names."""
 
+import re
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LINES = {"*.py": 28_560, "tests/*.py": 11_930}
+RECORDS = 43  # classes of src/titans_hf that only hold fields
 WORDS = {"README.md": 400, "docs/dev/log.md": 8_500}  # bars of tables not counted
 
 
@@ -17,3 +19,6 @@ def test_python_and_pages_keep_their_sizes():
     for name, most in WORDS.items():
         found = sum(bool(set(x) - set("|-")) for x in (ROOT / name).read_text(encoding="utf-8").split())
         assert found <= most, f"{name}: {found} words, at most {most}"
+    files = (ROOT / "src" / "titans_hf").rglob("*.py")
+    found = sum(len(re.findall(r"^@dataclass|\((?:NamedTuple|TypedDict)\)", x.read_text("utf-8"), re.M)) for x in files)
+    assert found <= RECORDS, f"{found} record types, at most {RECORDS}"

@@ -7,13 +7,7 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
 import titans_hf  # noqa: F401  registers the model type "titans"
-from titans_hf.cli.shared.checkpoints import (
-    check_checkpoint,
-    load_config,
-    load_model,
-    load_tokenizer,
-    loading_weights,
-)
+from titans_hf.cli.shared import checkpoints
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf_console import parse
 
@@ -33,8 +27,8 @@ def base_model(adapter: Path) -> str:
     base = config.base_model_name_or_path
     if base is None:
         raise ValueError(f"ADAPTER {adapter}: its adapter_config.json names no base_model_name_or_path")
-    load_config(base, f"ADAPTER {adapter}: its model")
-    check_checkpoint(base, f"ADAPTER {adapter}: its model")
+    checkpoints.load_config(base, f"ADAPTER {adapter}: its model")
+    checkpoints.check_checkpoint(base, f"ADAPTER {adapter}: its model")
     return base
 
 
@@ -71,11 +65,11 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"ADAPTER {args.adapter} is not an adapter's folder: it has no adapter_config.json")
     if args.output.exists():
         raise ValueError(f"OUTPUT {args.output} exists: give the name of a new folder")
-    tokenizer, base = load_tokenizer(args.adapter, "ADAPTER"), base_model(args.adapter)
-    model = load_model(base, f"ADAPTER {args.adapter}: its model", dtype="auto")
+    tokenizer, base = checkpoints.load_tokenizer(args.adapter, "ADAPTER"), base_model(args.adapter)
+    model = checkpoints.load_model(base, f"ADAPTER {args.adapter}: its model", dtype="auto")
     if len(tokenizer) > model.config.vocab_size:
         model.resize_token_embeddings(len(tokenizer))
-    with loading_weights(args.adapter, "ADAPTER"):
+    with checkpoints.loading_weights(args.adapter, "ADAPTER"):
         merged = merge_adapter(PeftModel.from_pretrained(model, args.adapter))
     merged.config.use_cache = True  # Trainer saves false: plain calls of the model would return no cache
     merged.save_pretrained(args.output)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils.deprecation import deprecate_kwarg
 
+from ..cache_titans import base_model
 from ..generation_titans import EndedRowsMixin, check_prompt
 from . import reading
 from . import recall as recalling
@@ -25,17 +26,7 @@ from .adapter import load_adapter
 from .cache import MemoryCache
 from .columns import CallColumns
 from .fast_weights import FastWeights, decoder_layers, linear_layers, random_fast_weights
-from .parts import (
-    FAST_WEIGHTS,
-    LIST,
-    PARTS,
-    PASSAGES,
-    Memory,
-    base_model,
-    check_settings,
-    choose_first_token,
-    end_tokens,
-)
+from .parts import FAST_WEIGHTS, LIST, PARTS, PASSAGES, Memory, check_settings, choose_first_token, end_tokens
 from .passages import Passages
 from .titans_layer import is_titans
 from .token_list import TokenList

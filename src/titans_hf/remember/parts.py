@@ -112,11 +112,6 @@ def memory_of(model: PreTrainedModel) -> Memory:
     return memory
 
 
-def base_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the model inside of PEFT's model; any other model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def check_settings(model: PreTrainedModel, window: int | None, learn_from: str) -> None:
     """Raises ValueError for a bad argument of `remember`."""
     if window is not None and is_titans(model):

@@ -24,11 +24,12 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ...cache_files import weight_facts
+from ...cache_titans import base_model
 from ..attach import forget, remember
 from ..cache import MemoryCache
 from ..fast_weights import FastWeights, decoder_layers, linear_layers
 from ..files import NUMBER
-from ..parts import FAST_WEIGHTS, LIST, Memory, base_model
+from ..parts import FAST_WEIGHTS, LIST, Memory
 from ..titans_layer import is_titans
 from ..token_list import ReadOut, TokenList, surprise
 from .fit_list import Collector, Gains, Moments, collect, fit_read_out
