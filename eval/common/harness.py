@@ -22,9 +22,7 @@ from titans_hf_console import HelpFormatter
 def make_parser(doc: str, models: Sequence[str], batch_size: int) -> ArgumentParser:
     """Makes a parser of the options that all benchmarks have."""
     parser = ArgumentParser(description=doc, formatter_class=HelpFormatter)
-    parser.add_argument(
-        "--models", nargs="+", choices=models, default=list(models), metavar="MODEL", help=", ".join(models)
-    )
+    parser.add_argument("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=", ".join(models))
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the models' config")
     parser.add_argument("--label", default="", help="name of the models with these settings in files and tables")
     parser.add_argument("--batch_size", type=int, default=batch_size)

@@ -152,7 +152,7 @@ class KeyValueLayer(CacheLayerMixin):
         def padded(layer: KeyValueLayer, name: str, number: int) -> Tensor:
             form = getattr(known[0], name)
             x = getattr(layer, name) if layer in known else form.new_zeros(number, *form.shape[1:])
-            return _left_padded(x, columns)
+            return nn.functional.pad(x, (0, 0, columns - x.shape[-2], 0))
 
         for name in ("keys", "values") if known else ():
             old, new = padded(self, name, num_rows), padded(other, name, len(rows))
@@ -361,7 +361,7 @@ def _attention(own: str) -> Callable:
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
         mask = attention_mask  # some families pass it by its name
         used = own
-        if mask is not None and _takes_no_mask(own):
+        if mask is not None and ALL_MASK_ATTENTION_FUNCTIONS[own] is flash_attention_mask:
             used = "sdpa"
             if any(kwargs.get(x) is not None for x in NOT_IN_SDPA):
                 used, mask = "eager", _additive(mask, query.dtype)
@@ -384,10 +384,6 @@ class View:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_viewed"], name)
-
-
-def _takes_no_mask(own: str) -> bool:
-    return ALL_MASK_ATTENTION_FUNCTIONS[own] is flash_attention_mask
 
 
 def _mask(own: str) -> Callable:
@@ -449,10 +445,6 @@ def visible_columns(layer: KeyValueLayer, length: int, mask_function: Callable, 
     if layer.sink is not None:
         allowed = torch.cat([queries >= layer.window, allowed], -1)
     return allowed
-
-
-def _left_padded(x: Tensor, columns: int) -> Tensor:
-    return nn.functional.pad(x, (0, 0, columns - x.shape[-2], 0))
 
 
 def _merged(rows: Tensor, new: tuple[dict, dict], old: tuple[dict, dict] | None) -> tuple[dict, dict]:

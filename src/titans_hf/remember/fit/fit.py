@@ -29,7 +29,7 @@ from ..attach import forget, remember
 from ..cache import MemoryCache
 from ..fast_weights import FastWeights, decoder_layers, linear_layers
 from ..files import NUMBER
-from ..parts import FAST_WEIGHTS, LIST, Memory
+from ..parts import FAST_WEIGHTS, LIST
 from ..titans_layer import is_titans
 from ..token_list import ReadOut, TokenList, surprise
 from .fit_list import Collector, Gains, Moments, collect, fit_read_out
@@ -323,7 +323,10 @@ def fit_memory(
     an error is raised is as it was before.
     """
     model, documents = base_model(model), [torch.as_tensor(x).long() for x in documents]
-    _check(documents, rank)
+    if not documents or any(x.dim() != 1 or len(x) < 2 for x in documents):
+        raise ValueError("`documents` must be tensors (T,) of at least two ids.")
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"`rank` must be a whole number of at least 1, got {rank!r}.")
     own = getattr(model, "memory", None)
     if window == "model":
         window = own.window if own is not None else None if is_titans(model) else 1024
@@ -344,26 +347,14 @@ def fit_memory(
         kept = {"first_token": first_token, "passages": None if own is None else own.passages}
         remember(model, window, fast_weights=fast_weights, token_list=token_list, **kept)
     except BaseException:
-        if own is not None:
-            _remember_as(model, own)
+        if own is not None:  # the memory that the model had
+            names = ("passages", "fast_weights", "token_list", "first_token", "learn_from")
+            remember(model, own.window, own.parts, **{name: getattr(own, name) for name in names})
+            model.memory.learning = own.learning
         raise
     if own is not None:
         model.memory.learn_from, model.memory.learning = own.learn_from, own.learning
     return gains, of_list
-
-
-def _remember_as(model: PreTrainedModel, own: Memory) -> None:
-    """Gives a model the memory that it had."""
-    names = ("passages", "fast_weights", "token_list", "first_token", "learn_from")
-    remember(model, own.window, own.parts, **{name: getattr(own, name) for name in names})
-    model.memory.learning = own.learning
-
-
-def _check(documents, rank) -> None:
-    if not len(documents) or any(x.dim() != 1 or len(x) < 2 for x in documents):
-        raise ValueError("`documents` must be tensors (T,) of at least two ids.")
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"`rank` must be a whole number of at least 1, got {rank!r}.")
 
 
 def parts_for(documents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
