@@ -276,7 +276,7 @@ def demo_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of 32 sequences")
     parser.add_argument("--questions", type=int, default=128, help="sequences asked per distance")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the training texts and the questions")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="folder of the models")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="folder of the models, the picture")
 
 
 # By name: the module whose `main()` a command runs, a summary, the extra of the wheel that it needs, and its options;

@@ -20,10 +20,10 @@ def test_batches_ask_for_what_was_told():
 
 
 def test_runs(tmp_path):
-    """The demo runs all its steps and saves its models after two steps of training."""
+    """The demo runs all its steps and saves its models and the picture after two steps of training."""
     results = demo.main(["--steps", "2", "--questions", "4", "--output_dir", str(tmp_path)])
     assert list(results) == ["Titans LMM", "Titans LMM, memory off", "Mistral"]
-    assert {x.name for x in tmp_path.iterdir()} == {"titans-lmm", "mistral"}
+    assert {x.name for x in tmp_path.iterdir()} == {"titans-lmm", "mistral", "recall.png"}
 
 
 def test_every_id_is_a_word(tmp_path):

@@ -3,6 +3,7 @@
 import argparse
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -20,6 +21,7 @@ from transformers.utils import logging
 import titans_hf
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.figures import save_figure
 from titans_hf_console import parse
 
 NAMES = """Ada Ben Cleo Dan Eve Finn Gus Hugo Ida Jon Kim Lea Max Nora Otto Pia Quin Rosa Sam Tom Uma Vera Will Xenia
@@ -136,7 +138,13 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         f"a Transformer with a window of {WINDOW} tokens, which cannot see that far, recalls {window:.0%}. "
         "Gated DeltaNet with our initialisation recalls them too: docs/results.md."
     )
-    console.print(f"Both models: {args.output_dir}.")
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
+    axes = figure.subplots()
+    for (name, accuracies), style in zip(results.items(), ("s-", "o:", "^--"), strict=True):
+        axes.plot(DISTANCES, accuracies, style, label=name)
+    axes.set(xscale="log", ylim=(0, 1.05), xlabel="tokens between fact and question", ylabel="recall")
+    save_figure(figure, args.output_dir / "recall.png")
+    console.print(f"Picture and both models: {args.output_dir}.")
     console.print("examples/a_memory_learns.ipynb asks a trained Titans for facts after 1,000 words.")
     return results
 
