@@ -35,7 +35,8 @@ OPTIONAL = {"from torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 # needs the network, a GPU, other machines or minutes, or is a server, which tests/cli/test_serve.py asks.
 OPTIONS = {
     **dict.fromkeys(("git", "pip", "hf", "make", "curl", "accelerate", "python -m pytest")),
-    **dict.fromkeys(("titans-hf serve", "titans-hf lm-eval run .*--metadata", ".*--tasks lambada")),
+    **dict.fromkeys(("titans-hf serve", "transformers chat", "titans-hf lm-eval run .*--metadata")),
+    **dict.fromkeys((".*--tasks lambada",)),
     **dict.fromkeys(("python -m scripts.bench gpu --output", "python -m scripts.bench decode --compile")),
     "python -m scripts.bench (memory|gpu)": "",
     "python -m scripts.bench models": "--lengths 32 --size tiny --repeats 1",
