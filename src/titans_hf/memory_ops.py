@@ -37,7 +37,6 @@ from .memory_state import (
     MemoryState,
     map_tensors,
     tensors_of,
-    where_rows,
     with_tensors,
     zero_of,
 )
@@ -89,7 +88,7 @@ def token_forward(
     starts: (B,) bool, True in rows whose chunk starts with this token; None without an anchor.
     """
     # In place on new tensors: a step takes as long as reading and writing the state.
-    anchor = tuple(map(partial(where_rows, starts), state.weights, state.anchor)) if state.anchor else ()
+    anchor = with_anchor(state, starts).anchor
     h, deltas = _factors_at(inputs, anchor, state.weights, rule)
     theta, retain = (_of_layers(x, inputs, len(state.weights)) for x in (inputs.inner_lr, inputs.log_retain.exp()))
     # (1 - alpha_t) M_{t-1} + alpha_t M_0 (eq. 13)
@@ -330,14 +329,13 @@ def read_constant_memory(
     surprise is measured at these weights.
     """
     inputs = inputs.map(lambda x: x.to(state.weights[0].dtype))
-    anchor, num_tokens = (), grid.row_ends - grid.row_starts
-    if needs_anchor := rule.needs_anchor(len(state.weights)):
-        starts_chunk = -state.num_seen % chunk_size < num_tokens  # a chunk that began before keeps its anchor
-        anchor = tuple(map(partial(where_rows, starts_chunk), state.weights, state.anchor))
+    after, num_tokens = state, grid.row_ends - grid.row_starts
+    if state.anchor:
+        after = with_anchor(state, -state.num_seen % chunk_size < num_tokens)  # one that began before keeps its anchor
     with torch.no_grad():
-        factors = _factors_at(inputs, state.weights if needs_anchor else (), state.weights, rule)
+        factors = _factors_at(inputs, state.weights if state.anchor else (), state.weights, rule)
         surprise = token_surprise(*factors, rule)
-    after = replace(state, anchor=anchor, num_seen=state.num_seen + num_tokens)
+    after = replace(after, num_seen=state.num_seen + num_tokens)
     retrieved = read(state.weights, inputs.queries, rule.network)
     # DistributedDataParallel waits for a gradient of every parameter, the gates' included.
     for gate in (inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain):

@@ -36,7 +36,7 @@ OPTIONAL = {"from torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 OPTIONS = {
     **dict.fromkeys(("git", "pip", "hf", "make", "curl", "accelerate", "python -m pytest")),
     **dict.fromkeys(("titans-hf serve", "transformers chat", "titans-hf lm-eval run .*--metadata")),
-    **dict.fromkeys((".*--tasks lambada",)),
+    ".*--tasks lambada": None,
     **dict.fromkeys(("python -m scripts.bench gpu --output", "python -m scripts.bench decode --compile")),
     "python -m scripts.bench (memory|gpu)": "",
     "python -m scripts.bench models": "--lengths 32 --size tiny --repeats 1",
