@@ -170,7 +170,7 @@ def stage(tmp_path_factory):
         (folder / name).symlink_to(ROOT / name)
     for name in ("docs", "titans", "examples"):
         (folder / name).mkdir()
-    shutil.copy(ROOT / "docs" / "architecture.md", folder / "docs")
+    shutil.copy(ROOT / "docs" / "train.md", folder / "docs")
     data = make_data(folder / "data")
     for name in ("data/books/train", "data/books/valid", "my_texts", "books", "data/ett", "my_chats"):
         (folder / name).mkdir()
