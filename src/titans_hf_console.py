@@ -162,9 +162,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     text = "a Titans, any causal language model, or an adapter of `titans-hf fit`: a folder or a name on the Hub"
     parser.add_argument("model", metavar="MODEL", help=text)
     parser.add_argument("--adapter", help="for a MODEL other than a Titans: the fitted memory, a folder or a name")
-    parser.add_argument(
-        "--window", type=int, help="for a MODEL other than Titans: tokens of attention (default: the adapter's, or all)"
-    )
+    parser.add_argument("--window", type=int, help="for a MODEL other than a Titans: default the adapter's, or 1024")
     parser.add_argument("--device", help=DEVICE_HELP)
 
 

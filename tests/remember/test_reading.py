@@ -40,7 +40,7 @@ def whole(model, ids, **arguments):
 @pytest.mark.parametrize("length,start_rate", [(7, 0.5), (8, None), (9, 0.5), (41, 0.5), (41, None)])
 def test_the_slow_reference(length, start_rate, monkeypatch):
     """Logits and fast weights are those of weights merged by hand, full keys under a mask, and loops over the list."""
-    monkeypatch.setattr(reading, "SINK_BLOCK", 16)
+    monkeypatch.setattr(reading, "SINK_TOKENS", 16)
     model, ids = small_model(), TOKENS[0, :length]
     fast, chosen = small_fast_weights(model, start_rate=start_rate), small_list()
     first = whole(model, ids[None, :7])
@@ -74,7 +74,7 @@ def test_the_share_of_the_start_is_bounded():
 def test_random_programs(window, monkeypatch):
     """Random pieces, padding, copies, orders and repetitions of rows, rows that leave for others that have read alone,
     and recalls keep the logits of each row alone that recalls at the same tokens."""
-    monkeypatch.setattr(reading, "SINK_BLOCK", 16)
+    monkeypatch.setattr(reading, "SINK_TOKENS", 16)
     model, choose = remembering(window, PARTS), random.Random(3)
 
     def alone(row: int, recalls: list[int], length: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""A memory for any causal language model of Transformers: a window, a sink, fast weights and a list.
+"""A memory for any causal language model of Transformers: window, sink, passages, fast weights and list.
 
 The package can be called: `titans_hf.remember(model)` is `titans_hf.remember.remember(model)`. The files import each
-other in this order: parts, columns, files, cache, reading, adapter, attach, auto, fit.
+other in this order: window, titans_layer, fast_weights, passages, token_list, parts, columns, files, cache, reading,
+recall, adapter, attach, auto, fit.
 """
 
 import sys

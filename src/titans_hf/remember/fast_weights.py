@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.generic import maybe_autocast
 
 from ..cache_files import check_tensor
@@ -232,7 +233,7 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     """Returns the sizes (in, out) of a linear layer, None for another module."""
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return module.in_features, module.out_features
-    if type(module).__name__ == "Conv1D":  # GPT-2's, whose weight is (in, out)
+    if isinstance(module, Conv1D):  # GPT-2's, whose weight is (in, out)
         return module.nx, module.nf
     return None
 

@@ -28,7 +28,7 @@ from .passages import NAME
 from .titans_layer import is_titans, titans_cache
 from .window import KeyValueLayer, StateLayer, copied_states, make_layers
 
-SINK_BLOCK = 1024  # tokens that share a sink: it is `window` to `window` + SINK_BLOCK tokens away
+SINK_TOKENS = 1024  # tokens that share a sink: it is `window` to `window` + SINK_TOKENS tokens away
 TOKENS_OF_A_PIECE = 1024  # most tokens of a piece whose logits are all needed
 OF_LAYERS = ("hidden_states", "router_logits")  # outputs that a model may return for each layer
 _CAPTURED: ContextVar[dict | None] = ContextVar("captured", default=None)
@@ -159,7 +159,7 @@ def next_piece(memory: Memory, cache: MemoryCache, columns: CallColumns, begin: 
     if cache.recorded is not None and real.shape[1] - begin <= 2 * memory.chunk and cache.is_ahead:
         end = begin + 1  # the state before the next token has learned it: after that token, it can be kept
     if memory.window is not None:
-        limits.append(torch.where(seen < memory.window, memory.window - seen, SINK_BLOCK - seen % SINK_BLOCK))
+        limits.append(torch.where(seen < memory.window, memory.window - seen, SINK_TOKENS - seen % SINK_TOKENS))
     if memory.token_list is not None:
         limits.append(TOKENS_OF_A_PIECE - seen % TOKENS_OF_A_PIECE)
     return min([end, *(begin + int(x.min()) for x in limits)]), rows
@@ -257,7 +257,7 @@ def _finished_chunk(
     it; None otherwise, and where the chunk's first tokens have another sink.
     """
     length, earlier = piece.ids.shape[1], cache.seen % memory.chunk
-    ends = (earlier + length == memory.chunk) & (cache.seen % SINK_BLOCK >= earlier)
+    ends = (earlier + length == memory.chunk) & (cache.seen % SINK_TOKENS >= earlier)
     ends &= cache.steps <= cache.seen // memory.chunk
     learning = bool(piece.learning.any()) and bool(following.learning.any())
     if not learning or not bool(ends.all()) or bool(following.starts.any()):
@@ -327,7 +327,7 @@ def _sinks(model: PreTrainedModel, cache: MemoryCache, length: int) -> list:
     window = model.memory.window
     if window is None or int(cache.seen.max()) + length <= window:
         return [None] * len(cache.layers)
-    blocks = [sink_of(model, cache, int(x) // SINK_BLOCK) for x in cache.seen]
+    blocks = [sink_of(model, cache, int(x) // SINK_TOKENS) for x in cache.seen]
     if len(blocks) == 1:
         return blocks[0]
     layers = zip(*blocks, strict=True)
@@ -343,7 +343,7 @@ def sink_of(model: PreTrainedModel, cache: MemoryCache, block: int) -> list:
     """
     if block not in cache.sinks:
         ids = torch.full((1, 1), model.memory.first_token)
-        begin = torch.tensor([max(0, block * SINK_BLOCK - model.memory.window)])
+        begin = torch.tensor([max(0, block * SINK_TOKENS - model.memory.window)])
         cache.sinks[block] = [
             (x.keys, x.values) if isinstance(x, KeyValueLayer) and not x.is_sliding and x.is_initialized else None
             for x in read_alone(model, cache, ids, begin)

@@ -4,14 +4,14 @@ that it finds into the model's distribution of the next token.
 With y_t the input of the last layer's feed-forward network, x_t the tokens, p_t the model's distribution after x_t:
 
     k_t = W (y_t - c) / |W (y_t - c)|
-    s_t = -log p_{t-1}(x_t), the surprise
+    s_t = -log p_{t-1}(x_t), the surprisal
     the entry i = (k_{t-1}, x_{t-2}, x_{t-1}, x_t, s_t) is written if s_t >= threshold
     a_ti = softmax_i(u e_ti),  m_t(v) = sum of a_ti over the entries i whose token is v
     l_t = sigmoid(w f_t + b)
     output logits = log((1 - l_t) p_t + l_t m_t) + log Z_t
 
 The list holds the newest N entries of a row, with keys in 8 bits. e_ti are five facts about an entry: k_t k_i; log p_t
-of its token; its surprise; whether the last token, and the last two up to x_t, are the tokens before the entry's token.
+of its token; its surprisal; if the last token, and the last two up to x_t, are the tokens before the entry's token.
 f_t are five features: the log of the sum of exp(u e_ti); m_t of the best entry's token; the entropy of p_t in nats; the
 log of the number of entries; the mean over a_t of how many tokens are the same. Z_t is the sum of exp(logits) of the
 model, so that a list without entries leaves the logits as they are.
@@ -32,7 +32,7 @@ from transformers.utils.generic import maybe_autocast
 from ..cache_files import check_tensor
 from .fast_weights import FLOATS, LARGEST, check_number
 
-BLOCK = 64  # queries that are compared at once: this bounds the memory needed
+QUERIES = 64  # queries that are compared at once: this bounds the memory needed
 KEY_UNITS = 127  # an entry's key is in multiples of 1 / 127: in 8 bits
 CONTEXT = 2  # tokens before an entry's token that are compared
 UNITS = (10, 1, 4, 5, 2)  # the features of the gate are divided by these, so that each is of the order of 1
@@ -86,7 +86,7 @@ class TokenList:
     """A list of surprising tokens.
 
     center c (D,), projection W (D, K), read_out: set by a fit. entries N: how many are kept for a row. threshold: the
-    least surprise of a written token, in nats.
+    least surprisal of a written token, in nats.
     """
 
     center: Tensor
@@ -168,9 +168,9 @@ class TokenList:
         positions = seen.to(device)[:, None] + torch.arange(length := tokens.shape[1], device=device)
         columns, kept = (tokens, mlp_inputs.to(device), logits, learns.to(device), positions), []
         with maybe_autocast(device.type, enabled=False):
-            for begin in range(0, length, BLOCK):
-                of_block = tuple(x[:, begin : begin + BLOCK] for x in columns)
-                found, state = self.find(state, *of_block, is_read=begin + BLOCK > length - (num_kept or length))
+            for begin in range(0, length, QUERIES):
+                of_block = tuple(x[:, begin : begin + QUERIES] for x in columns)
+                found, state = self.find(state, *of_block, is_read=begin + QUERIES > length - (num_kept or length))
                 if found is not None:
                     kept.append(self.mix(of_block[2], found))
         return torch.cat(kept, 1)[:, -(num_kept or length) :], state
@@ -188,7 +188,7 @@ class TokenList:
         """Returns what a block of tokens (R, Q) finds, None unless it is read, and the state after the block."""
         keys, number = self.keys(mlp_inputs), self.entries
         before = torch.cat([state["list.logits"][:, None].to(logits), logits[:, :-1]], 1)
-        losses = surprise(before, tokens)
+        losses = surprisal(before, tokens)
         is_new = (losses >= self.threshold) & (positions > 0) & learns
         earlier = torch.cat([state["list.recent"].flip(1), tokens.to(torch.int32)], 1)
         recent = earlier.unfold(1, CONTEXT, 1).flip(-1)  # (R, 1 + Q, 2): before the block, and after each token
@@ -238,7 +238,7 @@ class TokenList:
 
 
 @torch.no_grad()
-def surprise(logits: Tensor, tokens: Tensor) -> Tensor:
+def surprisal(logits: Tensor, tokens: Tensor) -> Tensor:
     """Computes -log p (R, T), in float32 at least, of tokens (R, T) from the logits (R, T, V) before them."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     chosen = logits.gather(-1, tokens[..., None].to(logits.device))[..., 0]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import (
     CacheLayerMixin,
+    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -327,7 +328,7 @@ def make_layers(model: PreTrainedModel, window: int | None, extra: int) -> list:
             layers.append(StateLayer(layer.number_of_states))
         elif type(layer) is LinearAttentionAndFullAttentionLayer:
             layers.append(StateAndKeyValueLayer(window, extra, layer.number_of_states))
-        elif type(layer).__name__ == "DummyLayer":  # Transformers 5.24 and later
+        elif type(layer) is DummyLayer:
             layers.append(layer)
         else:
             raise ValueError(f"`model` has a cache layer {type(layer).__name__}, for which there is no window.")

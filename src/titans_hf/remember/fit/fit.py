@@ -31,7 +31,7 @@ from ..fast_weights import FastWeights, decoder_layers, linear_layers
 from ..files import NUMBER
 from ..parts import FAST_WEIGHTS, LIST
 from ..titans_layer import is_titans
-from ..token_list import ReadOut, TokenList, surprise
+from ..token_list import ReadOut, TokenList, surprisal
 from .fit_list import Collector, Gains, Moments, collect, fit_read_out
 
 SKETCH = 128  # rows of a sketch of the gradients
@@ -195,7 +195,7 @@ class Recorder:
         seen = others[0]  # the number of kept logits, which follows, does not matter: all are noted
         if self.note is not None:
             before = torch.cat([state["list.logits"][:, None].to(logits), logits[:, :-1]], 1)
-            self.note(state, surprise(before, tokens), mlp_inputs.detach(), seen)
+            self.note(state, surprisal(before, tokens), mlp_inputs.detach(), seen)
         return logits, {"list.logits": logits[:, -1].detach()}
 
 

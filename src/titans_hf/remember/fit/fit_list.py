@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..token_list import BLOCK, Found, ReadOut, TokenList
+from ..token_list import QUERIES, Found, ReadOut, TokenList
 
 START = -3.0  # the gate's bias before the fit: a share of .05, which is near the best constant share
 NUM_COLUMNS = 8000  # columns to which the read-out is fitted, in blocks spread over the texts
@@ -87,7 +87,7 @@ class Collector(TokenList):
             targets = self.texts[text][None, begin + 1 : begin + 1 + logits.shape[1]]
             facts, tokens, entropy = (x[row : row + 1, : targets.shape[1]].cpu() for x in found)
             used = (tokens >= 0).any(1)[0]
-            if (begin // BLOCK + text) % self.stride == 0 and bool(used.any()):
+            if (begin // QUERIES + text) % self.stride == 0 and bool(used.any()):
                 log_p = logits[row, : targets.shape[1]].to(facts.dtype).log_softmax(-1).cpu().gather(-1, targets.mT).mT
                 columns = torch.arange(begin, begin + targets.shape[1])
                 parts = (columns, targets, log_p, facts[..., used], tokens[..., used], entropy)
