@@ -48,13 +48,14 @@ def group(records: list[Record], task: str) -> dict[tuple[str, int], dict[str, d
 
 
 def gains(methods: dict[str, dict[str, Record]], name: str, other: str = BASE) -> tuple[np.ndarray, float]:
-    """Returns the gain over the window of each text that it, the method and another one have read, (texts, blocks), and
-    the bytes beyond the window.
+    """Returns the gain over the window of each text that it, the method and another one have read, (texts, blocks read
+    by all), and the bytes beyond the window.
     """
     texts = sorted(methods[BASE].keys() & methods[name].keys() & methods[other].keys())
     if not texts:
         return np.zeros((0, 1)), 0.0
-    losses = [np.array([methods[x][text]["result"]["losses"] for text in texts]) for x in (BASE, name)]
+    read = [[methods[x][text]["result"]["losses"] for text in texts] for x in (BASE, name, other)]
+    losses = [np.array(x)[:, : min(len(y[0]) for y in read)] for x in read[:2]]
     more = [methods[name][text]["bytes"] - methods[BASE][text]["bytes"] for text in texts]
     return losses[0] - losses[1], float(np.mean(more))
 
