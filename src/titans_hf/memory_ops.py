@@ -473,15 +473,15 @@ def choose_kernel(
 def _misfits(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule) -> list[str]:
     """Returns the reasons why `chunk_comba` cannot compute an update; none if it can."""
     weights, key_size = state.weights[0], inputs.keys.shape[-1]
-    misfits = {
-        f"the memory is on the device {weights.device.type!r}, not 'cuda'": weights.device.type != "cuda",
-        f"the memory is in {weights.dtype}, not torch.float32": weights.dtype != torch.float32,
-        f"the memory has {len(state.weights)} layers, not 1": len(state.weights) != 1,
-        "the memory has momentum": bool(state.momentum),
-        "the update rule is 'chunk', not 'delta'": not rule.delta_rule,
-        f"the keys have {key_size} entries, more than {LARGEST_KEY}": key_size > LARGEST_KEY,
-    }
-    return [reason for reason, applies in misfits.items() if applies]
+    misfits = [
+        weights.device.type != "cuda" and f"the memory is on the device {weights.device.type!r}, not 'cuda'",
+        weights.dtype != torch.float32 and f"the memory is in {weights.dtype}, not torch.float32",
+        len(state.weights) != 1 and f"the memory has {len(state.weights)} layers, not 1",
+        bool(state.momentum) and "the memory has momentum",
+        not rule.delta_rule and "the update rule is 'chunk', not 'delta'",
+        key_size > LARGEST_KEY and f"the keys have {key_size} entries, more than {LARGEST_KEY}",
+    ]
+    return [reason for reason in misfits if reason]
 
 
 @cache

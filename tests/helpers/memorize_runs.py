@@ -6,9 +6,9 @@ import torch
 
 from titans_hf import MemoryInputs, MemoryState, UpdateRule
 from titans_hf.memory_network import layer_shapes
+from titans_hf.memory_state import tensors_of
 
 B, H, D, CHUNK = 3, 2, 4, 4
-TOLERANCE = 1e-10
 
 
 def make_state(depth: int, num_seen: list[int]) -> MemoryState:
@@ -36,10 +36,6 @@ def make_inputs(length: int, momentum: bool = True, forget: bool = True) -> Memo
     return MemoryInputs(queries, keys, values, inner_lr, log_momentum_decay, log_retain)
 
 
-def scale_steps(inputs: MemoryInputs, factor: float) -> MemoryInputs:
-    return inputs._replace(inner_lr=factor * inputs.inner_lr)
-
-
 def without_momentum(inputs: MemoryInputs, state: MemoryState) -> tuple[MemoryInputs, MemoryState]:
     """Returns the inputs and the state of a memory that has no momentum."""
     return inputs._replace(log_momentum_decay=None), replace(state, momentum=())
@@ -61,6 +57,6 @@ def run(fn, inputs: MemoryInputs, state, rule: UpdateRule, decay_target=(), seed
     return [*outputs, surprise, *anchor, after.num_seen], gradients
 
 
-def assert_same(ours, theirs):
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(tuple(a), tuple(b), rtol=TOLERANCE, atol=TOLERANCE)
+def assert_same(ours, theirs, tolerance: float = 1e-14):
+    for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * max(1.0, b.abs().max().item()))

@@ -25,7 +25,7 @@ FORMS = {
     "residual, plain loss": (UpdateRule(None, network="residual"), False, 0.1),
     "residual, gates per layer": (UpdateRule(None, network="residual"), True, 0.1),
     "gates per layer": (UpdateRule(1.0), True, 1.0),
-    "delta, gates per layer": (UpdateRule(1.0, delta_rule=True), True, 1.0),
+    "delta, gates per layer": (UpdateRule(1.0, delta_rule=True, hidden_step=0.125), True, 1.0),
     "delta, hidden layers fixed, gates per layer": (UpdateRule(1.0, delta_rule=True, hidden_step=0.0), True, 1.0),
 }
 
@@ -42,9 +42,9 @@ FORMS = {
     },
 )
 def test_every_form_equals_the_reference(form, depth, momentum, forget, num_seen, length, halves, monkeypatch):
-    """Outputs, state, surprise and every gradient are those of the token loop, at every phase of the chunk, for keys on
-    both sides of length 1, with and without a decay target; with a momentum, with one whose gate is 0, and with none;
-    with the systems of the delta rule solved as on a CPU and as on a GPU.
+    """Outputs, state, surprise and every gradient are the token loop's to 1e-14 of a tensor's largest entry (2e-12 in a
+    residual network, where rounding grows), at every phase of the chunk, for keys on both sides of length 1, with and
+    without a decay target; with momentum, a gate of 0 for it, and none; with both ways to solve the systems.
     """
     monkeypatch.setattr(memory_chunk, "SOLVED_BY_HALVES", halves)
     torch.manual_seed(length)
@@ -60,7 +60,8 @@ def test_every_form_equals_the_reference(form, depth, momentum, forget, num_seen
     inputs = inputs._replace(inner_lr=factor * inputs.inner_lr)
     for decay_target in ((), make_decay_target(depth)):
         arguments = (inputs, state, rule, decay_target)
-        assert_same(run(memorize, *arguments), run(memorize_reference, *arguments))
+        tolerance = 2e-12 if rule.network == "residual" else 1e-14
+        assert_same(run(memorize, *arguments), run(memorize_reference, *arguments), tolerance)
 
 
 @pytest.mark.parametrize("dtype,allowed", [(torch.float64, 1e-14), (torch.float32, 1e-6)])

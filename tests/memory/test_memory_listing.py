@@ -5,19 +5,7 @@ from functools import partial
 import pytest
 import torch
 from covering import covering
-from memorize_runs import (
-    CHUNK,
-    B,
-    D,
-    H,
-    assert_same,
-    make_decay_target,
-    make_inputs,
-    make_state,
-    run,
-    scale_steps,
-    without_momentum,
-)
+from memorize_runs import CHUNK, B, D, H, assert_same, make_decay_target, make_inputs, make_state, run, without_momentum
 
 from titans_hf.memory_listing import torch_chunk_comba, torch_chunk_titans
 from titans_hf.memory_network import UpdateRule
@@ -73,12 +61,13 @@ def test_the_delta_form(forget, num_seen, length):
 def test_the_deep_form(depth, num_seen, length):
     """The listing gives outputs, state and gradients of both other forms, with and without delta rule and clip."""
     torch.manual_seed(length)
-    state, inputs = make_state(depth, num_seen), scale_steps(make_inputs(length), 0.1)
-    inputs = inputs._replace(keys=inputs.keys * (0.5 + torch.rand(B, H, length, 1, dtype=torch.float64)))
+    state, inputs = make_state(depth, num_seen), make_inputs(length)
+    keys = inputs.keys * (0.5 + torch.rand(B, H, length, 1, dtype=torch.float64))
+    inputs = inputs._replace(keys=keys, inner_lr=0.1 * inputs.inner_lr)
     target, delta_rule = make_decay_target(depth), UpdateRule(1.0, delta_rule=True, hidden_step=0.3)
     rules = [(delta_rule, target), (UpdateRule(1.0), ()), (UpdateRule(1.0), target), (UpdateRule(None), ())]
     for rule, decay_target in rules:
-        inputs = inputs if rule.error_clip else scale_steps(inputs, 0.05)
+        inputs = inputs if rule.error_clip else inputs._replace(inner_lr=0.05 * inputs.inner_lr)
         arguments = (inputs, state, rule, decay_target)
         listing = results(titans, *arguments)
         assert_same(listing, results(memorize, *arguments))
