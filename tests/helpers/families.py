@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Iterator
+from contextlib import ContextDecorator
 
 import torch
 import transformers
@@ -68,7 +69,7 @@ PASSAGES = Passages(block=4, before=1, after=3, query=6, every=4)
 RECALLED = 32  # tokens before a recall
 
 
-class as_double:
+class as_double(ContextDecorator):
     """Computes in float64 what modeling files compute in float32, so that a difference is one of the ways to read."""
 
     def __enter__(self):

@@ -126,7 +126,7 @@ def test_an_interrupted_fit_goes_on(tmp_path, monkeypatch):
         except KeyboardInterrupt:
             assert not hasattr(parts, "memory")
     counts = Counter(stages)
-    assert (counts.pop("directions"), counts.pop("start"), {*counts.values()}) == (2, 4, {1}) and len(counts) > 4
+    assert (counts.pop("directions"), counts.pop("means"), {*counts.values()}) == (2, 4, {1}) and len(counts) > 4
     ids = names_text(9)
     with torch.no_grad():
         assert torch.equal(parts(ids[None]).logits, whole(ids[None]).logits)

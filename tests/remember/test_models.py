@@ -40,9 +40,8 @@ def test_peft():
     first = remember(adapted(model), 12, **memory_for(model))
     whole, pieces = whole_and_pieces(first)
     close(pieces, whole)
-    second, pieces = whole_and_pieces(adapted(remembering()))
-    close(second, whole)
-    close(pieces, whole)
+    for logits in whole_and_pieces(adapted(remembering())):
+        close(logits, whole)
     with first.disable_adapter():
         close(whole_and_pieces(first)[0], whole_and_pieces(remembering())[0])
     merged = first.merge_and_unload()
@@ -88,8 +87,7 @@ def test_a_tied_head_names_and_files(tmp_path):
     model = small_model(tie_word_embeddings=True)
     names, config = [name for name, _ in model.named_parameters()], model.config.to_dict()
     remember(model, 12, **memory_for(model))
-    whole, pieces = whole_and_pieces(model)
-    close(pieces, whole)
+    close(*whole_and_pieces(model))
     assert [name for name, _ in model.named_parameters()] == names
     assert model.config.to_dict() == config and type(model).__name__ == "LlamaForCausalLM"
     model.save_pretrained(tmp_path)
@@ -129,7 +127,6 @@ def test_defaults():
     assert memory.window == 1024 and memory.passages and not memory.fast_weights and not memory.token_list
     model = remember(small_model(num_hidden_layers=6), 12, ("fast_weights",))
     assert {*model.memory.fast_weights.directions} == {f"model.layers.{i}.self_attn.v_proj" for i in (3, 4)}
-    cache = MemoryCache(model)
     with torch.no_grad():
-        model(TOKENS.repeat(1, 3), cache=cache)
+        cache = model(TOKENS.repeat(1, 3)).cache
     assert all(float(x.abs().max()) > 0 for name, x in cache.state.items() if name.startswith("B."))

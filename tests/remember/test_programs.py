@@ -89,10 +89,9 @@ def test_token_types():
 def test_a_row_that_has_read_nothing_joins():
     """The states of recurrent layers stay."""
     model = remember(families.small_model("qwen3_next"), 6, ("fast_weights",))
-    cache, empty = MemoryCache(model), MemoryCache(model)
-    model(TOKENS[:1, :6], cache=cache)
+    cache = model(TOKENS[:1, :6]).cache
     alone = model(TOKENS[:1, 6:9], cache=copy.copy(cache)).logits
-    model(TOKENS[:1, :4], attention_mask=torch.zeros(1, 4), cache=empty)
+    empty = model(TOKENS[:1, :4], attention_mask=torch.zeros(1, 4)).cache
     cache.append_rows(empty)
     assert_close(model(TOKENS[:2, 6:9], cache=cache).logits[:1], alone, atol=1e-6, rtol=0)
 

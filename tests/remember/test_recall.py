@@ -62,8 +62,7 @@ def test_the_choice(settings):
         assert begin == choose_slowly(ids.tolist(), WINDOW, settings)
         found += begin is not None
     assert found > 15
-    kept = ids[5:]
-    later = settings.choose(kept, length, WINDOW)
+    later = settings.choose(ids[5:], length, WINDOW)
     assert (5 + later + settings.before) % settings.block == 0
 
 
@@ -136,7 +135,7 @@ def generate_slowly(model, ids: torch.Tensor, number: int) -> list[int]:
     return made
 
 
-def test_generation(model, monkeypatch):
+def test_generation(model):
     """`generate()` recalls at the prompt's end and after every 6 own tokens, also padded, drafted and beside others."""
     settings, texts = {"max_new_tokens": 21, "do_sample": False}, (TOKENS[:1, :50], TOKENS[1:2, :38])
     expected = [generate_slowly(model, ids, 21) for ids in texts]
@@ -147,19 +146,14 @@ def test_generation(model, monkeypatch):
         for number in (3, 9):
             made = model.generate(ids, prompt_lookup_num_tokens=number, **settings)
             assert made[0, ids.shape[1] :].tolist() == tokens
-    monkeypatch.setattr(model.memory, "passages", None)
-    assert model.generate(texts[0], **settings)[0, 50:].tolist() != expected[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@families.as_double()
 def test_no_trace(family, tmp_path):
     """After an answer, and in a memory saved within one, the text goes on as if it had been read without a passage."""
-    with families.as_double():
-        _no_trace(recalling(family=family), tmp_path)
-
-
-def _no_trace(model, tmp_path):
-    cache, plain, ids = MemoryCache(model), MemoryCache(model), TOKENS[:2, :50]
+    model, ids = recalling(family=family), TOKENS[:2, :50]
+    cache, plain = MemoryCache(model), MemoryCache(model)
     made = model.generate(ids, cache=cache, max_new_tokens=20, do_sample=False)[:, 50:69]
     read(model, ids, plain)
     with torch.no_grad():

@@ -18,7 +18,6 @@ MODELS = {
     "paper's mac": {"variant": "mac", "memory_form": "paper"},
 }
 
-
 titans = functools.partial(make_model, vocab_size=53, sliding_window=9, bos_token_id=1)
 
 

@@ -112,12 +112,6 @@ class TokenList:
         for (name, x), form in zip(self.read_out._asdict().items(), ReadOut.cautious(), strict=True):
             check_tensor(f"list.{name}", x, form.shape, FLOATS)
 
-    def to(self, device: torch.device) -> None:
-        """Moves the parameters."""
-        if self.center.device != device:
-            self.center, self.projection = self.center.to(device), self.projection.to(device)
-            self.read_out = ReadOut(*(x.to(device) for x in self.read_out))
-
     def initial_state(self, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Returns the state before the first token.
 
@@ -138,58 +132,40 @@ class TokenList:
             "list.logits": zeros(vocabulary, of=dtype),
         }
 
-    def keys(self, mlp_inputs: Tensor) -> Tensor:
+    def keys(self, y: Tensor) -> Tensor:
         """Computes k (R, T, K), in float32 at least, from y (R, T, D)."""
-        dtype = torch.promote_types(mlp_inputs.dtype, torch.float32)
-        return normalize((mlp_inputs.to(dtype) - self.center.to(dtype)) @ self.projection.to(dtype), dim=-1)
+        y = y.to(torch.promote_types(y.dtype, torch.float32))
+        return normalize((y - self.center.to(y)) @ self.projection.to(y), dim=-1)
 
     def read(
-        self,
-        state: dict[str, Tensor],
-        tokens: Tensor,
-        mlp_inputs: Tensor,
-        logits: Tensor,
-        learns: Tensor,
-        seen: Tensor,
-        num_kept: int | None = None,
+        self, state: dict, tokens: Tensor, y: Tensor, logits: Tensor, learns: Tensor, seen: Tensor, num_kept: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the mixed logits (R, num_kept, V) of the last tokens of a call, and the state after it.
 
-        Args:
-            state: as `initial_state` returns it.
-            tokens (R, T) int64: x; every one is a real token.
-            mlp_inputs (R, T, D): y.
-            logits (R, T, V): the model's.
-            learns (R, T) bool: whether a token may be written.
-            seen (R,) int64: how many tokens of each row were read before.
-            num_kept: None for all.
+        tokens (R, T) int64: x, all real. y (R, T, D). logits (R, T, V): the model's. learns (R, T) bool: which may be
+        written. seen (R,) int64: tokens of each row that were read before.
         """
-        self.to(device := logits.device)
-        positions = seen.to(device)[:, None] + torch.arange(length := tokens.shape[1], device=device)
-        columns, kept = (tokens, mlp_inputs.to(device), logits, learns.to(device), positions), []
+        device, length, kept = logits.device, tokens.shape[1], []
+        self.center, self.projection = self.center.to(device), self.projection.to(device)
+        self.read_out = ReadOut(*(x.to(device) for x in self.read_out))
+        learns = learns & (seen[:, None] + torch.arange(length) > 0).to(learns.device)  # not a text's first token
+        columns = (tokens, y.to(device), logits, learns.to(device))
         with maybe_autocast(device.type, enabled=False):
             for begin in range(0, length, QUERIES):
-                of_block = tuple(x[:, begin : begin + QUERIES] for x in columns)
-                found, state = self.find(state, *of_block, is_read=begin + QUERIES > length - (num_kept or length))
+                of_block = [x[:, begin : begin + QUERIES] for x in columns]
+                found, state = self.find(state, *of_block, is_read=begin + QUERIES > length - num_kept)
                 if found is not None:
                     kept.append(self.mix(of_block[2], found))
-        return torch.cat(kept, 1)[:, -(num_kept or length) :], state
+        return torch.cat(kept, 1)[:, -num_kept:], state
 
     def find(
-        self,
-        state: dict[str, Tensor],
-        tokens: Tensor,
-        mlp_inputs: Tensor,
-        logits: Tensor,
-        learns: Tensor,
-        positions: Tensor,
-        is_read: bool = True,
+        self, state: dict, tokens: Tensor, y: Tensor, logits: Tensor, learns: Tensor, is_read: bool
     ) -> tuple[Found | None, dict[str, Tensor]]:
         """Returns what a block of tokens (R, Q) finds, None unless it is read, and the state after the block."""
-        keys, number = self.keys(mlp_inputs), self.entries
+        keys, number = self.keys(y), self.entries
         before = torch.cat([state["list.logits"][:, None].to(logits), logits[:, :-1]], 1)
         losses = surprisal(before, tokens)
-        is_new = (losses >= self.threshold) & (positions > 0) & learns
+        is_new = (losses >= self.threshold) & learns
         earlier = torch.cat([state["list.recent"].flip(1), tokens.to(torch.int32)], 1)
         recent = earlier.unfold(1, CONTEXT, 1).flip(-1)  # (R, 1 + Q, 2): before the block, and after each token
         new = {
@@ -198,10 +174,9 @@ class TokenList:
             "list.contexts": recent[:, :-1],
             "list.losses": losses,
         }
-        counts = is_new.cumsum(1)
-        # Entry i of the block is at N - 1 + i; what is not written goes to a slot that is dropped.
-        slots = torch.where(is_new, number - 1 + counts, number + tokens.shape[1])
-        entries = {name: _append(state[name], x, slots) for name, x in new.items()}
+        # Behind the N entries stand the tokens that are written, then the others, which no query sees.
+        order, counts = (~is_new).int().argsort(dim=1, stable=True), is_new.cumsum(1)
+        entries = {name: torch.cat([state[name], _rows_at(x, order).to(state[name])], 1) for name, x in new.items()}
         newest = counts[:, -1:] + torch.arange(number, device=counts.device)
         after = {name: _rows_at(x, newest) for name, x in entries.items()}
         last = {"list.recent": recent[:, -1], "list.key": keys[:, -1].detach(), "list.logits": logits[:, -1].detach()}
@@ -211,12 +186,13 @@ class TokenList:
         places, counts = torch.arange(number + tokens.shape[1], device=counts.device), counts[..., None]
         visible = (places >= counts) & (places < counts + number)  # (R, Q, E): the newest N of each query
         tokens_of = torch.where(visible, entries["list.tokens"][:, None], -1)
-        log_p = logits.to(keys.dtype).log_softmax(-1)
+        log_p, now = logits.to(keys.dtype).log_softmax(-1), recent[:, 1:, None]
+        same = (now == entries["list.contexts"][:, None]) & (now >= 0)  # (R, Q, E, 2)
         facts = (
             keys / KEY_UNITS @ entries["list.keys"].to(keys.dtype).mT,  # (R, Q, K) @ (R, K, E)
             log_p.gather(-1, tokens_of.clamp(min=0).long()),
             entries["list.losses"][:, None],
-            *_are_same(recent[:, 1:], entries["list.contexts"]),
+            *same.cumprod(-1).unbind(-1),
         )
         stacked = torch.stack([x.to(keys.dtype).expand(tokens_of.shape) for x in facts], 2)
         return Found(stacked, tokens_of, -(log_p.exp() * log_p).sum(-1)), after
@@ -243,25 +219,6 @@ def surprisal(logits: Tensor, tokens: Tensor) -> Tensor:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     chosen = logits.gather(-1, tokens[..., None].to(logits.device))[..., 0]
     return (logits.logsumexp(-1) - chosen).clamp(min=0)
-
-
-def _are_same(recent: Tensor, contexts: Tensor) -> list[Tensor]:
-    """Returns (R, Q, E) twice: whether the last token, and the last two, of recent (R, Q, 2), are the tokens before an
-    entry, contexts (R, E, 2).
-    """
-    same, found = True, []
-    for lag in range(CONTEXT):
-        token = recent[..., lag, None]
-        found.append(same := (token == contexts[:, None, :, lag]) & (token >= 0) & same)
-    return found
-
-
-def _append(old: Tensor, new: Tensor, slots: Tensor) -> Tensor:
-    """Puts new (R, T, ...) at slots (R, T) behind old (R, N, ...): (R, N + T, ...). Slot N + T is dropped."""
-    empty = -1 if old.dtype == torch.int32 else 0
-    free = old.new_full((len(old), new.shape[1] + 1, *old.shape[2:]), empty)
-    index = slots.view(*slots.shape, *[1] * (new.dim() - 2)).expand_as(new)
-    return torch.cat([old, free], dim=1).scatter(1, index, new.to(old.dtype))[:, :-1]
 
 
 def _rows_at(x: Tensor, index: Tensor) -> Tensor:

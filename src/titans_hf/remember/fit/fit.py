@@ -32,7 +32,7 @@ from ..files import NUMBER
 from ..parts import FAST_WEIGHTS, LIST
 from ..titans_layer import is_titans
 from ..token_list import ReadOut, TokenList, surprisal
-from .fit_list import Collector, Gains, Moments, collect, fit_read_out
+from .fit_list import Collector, Gains, collect, fit_keys, fit_read_out
 
 SKETCH = 128  # rows of a sketch of the gradients
 FLOOR = 1e-4  # least s_i / s_1
@@ -189,13 +189,10 @@ class Recorder:
             DOCUMENT: torch.arange(rows, device=device),
         }
 
-    def read(
-        self, state: dict[str, Tensor], tokens: Tensor, mlp_inputs: Tensor, logits: Tensor, learns: Tensor, *others
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        seen = others[0]  # the number of kept logits, which follows, does not matter: all are noted
+    def read(self, state: dict, tokens: Tensor, y: Tensor, logits: Tensor, learns: Tensor, seen: Tensor, num_kept: int):
         if self.note is not None:
             before = torch.cat([state["list.logits"][:, None].to(logits), logits[:, :-1]], 1)
-            self.note(state, surprisal(before, tokens), mlp_inputs.detach(), seen)
+            self.note(state, surprisal(before, tokens), y.detach(), seen)
         return logits, {"list.logits": logits[:, -1].detach()}
 
 
@@ -258,17 +255,14 @@ def choose_rate(model: PreTrainedModel, texts: Sequence[Tensor], saved: Saved, b
     fast.rates = dict.fromkeys(fast.directions, FIRST_RATE * 2.0**best)
 
 
-def fit_start(
-    model: PreTrainedModel, texts: Sequence[Tensor], saved: Saved, bar: tqdm
-) -> tuple[dict[str, Tensor], Moments]:
-    """Computes B_0 (out, r) by name, and the moments of y, over the second of two passes through texts."""
-    fast, moments = model.memory.fast_weights, Moments(model.config.get_text_config(decoder=True).hidden_size)
-    state = saved.load("start")
+def fit_start(model: PreTrainedModel, texts: Sequence[Tensor], saved: Saved, bar: tqdm) -> dict[str, Tensor]:
+    """Computes means over the second of two passes through texts: of B, which is B_0 (out, r), by name; of y, "mean"
+    (D,), and of its products, "products" (D, D), in float64.
+    """
+    fast, state = model.memory.fast_weights, saved.load("means")
     begin = int(state.pop("begin", 0))
     sums = {name.removeprefix("sum."): x for name, x in state.items() if name.startswith("sum.")}
     weights = {name: x for name, x in state.items() if name.startswith("B.")}
-    for name in vars(moments):
-        setattr(moments, name, state.get(name, getattr(moments, name)))
     order = [*texts, *texts]
     bar.update(sum(map(len, order[:begin])))
     for index in range(begin, len(order)):
@@ -277,9 +271,10 @@ def fit_start(
         def note(state, losses, mlp_inputs, seen, is_second=is_second) -> None:
             bar.update(losses.numel())
             if is_second:
-                moments.add(mlp_inputs)
-                for name in fast.directions:
-                    sums[name] = sums.get(name, 0.0) + losses.shape[1] * state[f"B.{name}"][0].cpu()
+                y = mlp_inputs[0].cpu().double()
+                new = {name: losses.shape[1] * state[f"B.{name}"][0].cpu() for name in fast.directions}
+                for name, x in (new | {"mean": y.sum(0), "products": y.T @ y}).items():
+                    sums[name] = sums.get(name, 0.0) + x
 
         cache, device = MemoryCache(model), model.get_input_embeddings().weight.device
         cache.begin(model, 1, device)
@@ -287,10 +282,9 @@ def fit_start(
         with noting(model, note), torch.no_grad():
             model(ids[None].to(device), logits_to_keep=1, cache=cache)
         weights = {name: x for name, x in cache.state.items() if name.startswith("B.")}
-        numbers = {"begin": torch.tensor(index + 1)} | vars(moments)
-        saved.save("start", weights | {f"sum.{name}": x for name, x in sums.items()} | numbers)
-    number = sum(map(len, texts))
-    return {name: x / number for name, x in sums.items()}, moments
+        of_sums = {f"sum.{name}": x for name, x in sums.items()}
+        saved.save("means", weights | of_sums | {"begin": torch.tensor(index + 1)})
+    return {name: x / sum(map(len, texts)) for name, x in sums.items()}
 
 
 def fit_memory(
@@ -340,10 +334,10 @@ def fit_memory(
     try:
         with frozen(model):
             fit = _Fit(model, window, first_token, saved, progress)
-            fast_weights, moments, gains = fit.fast_weights(documents, rank, seed)
+            fast_weights, means, gains = fit.fast_weights(documents, rank, seed)
             token_list, of_list = None, None
             if entries is not None:
-                token_list, of_list = fit.token_list(fast_weights, moments, documents, entries)
+                token_list, of_list = fit.token_list(fast_weights, means, documents, entries)
         kept = {"first_token": first_token, "passages": None if own is None else own.passages}
         remember(model, window, fast_weights=fast_weights, token_list=token_list, **kept)
     except BaseException:
@@ -388,8 +382,8 @@ class _Fit:
     def bar(self, name: str, total: int) -> tqdm:
         return tqdm(desc=f"fitting {name}", total=total, unit="token", disable=not self.progress)
 
-    def fast_weights(self, documents: Sequence[Tensor], rank: int, seed: int) -> tuple[FastWeights, Moments, Gains]:
-        """Fits directions, rate and start; returns the moments of y and the gains too."""
+    def fast_weights(self, documents: Sequence[Tensor], rank: int, seed: int) -> tuple[FastWeights, dict, Gains]:
+        """Fits directions, rate and start; returns the means of `fit_start` and the gains too."""
         model, saved, (texts, compared) = self.model, self.saved, parts_for(documents)
         number, number_compared = sum(map(len, texts)), sum(map(len, compared))
         with self.memory(None, None), self.bar("directions", number) as bar:
@@ -400,21 +394,18 @@ class _Fit:
             with self.bar("rate", NUM_RATES * number_compared) as bar:
                 choose_rate(model, compared, saved, bar)
             with self.bar("start", 2 * number) as bar:
-                start, moments = fit_start(model, texts, saved, bar)
+                means = fit_start(model, texts, saved, bar)
             with tqdm(desc="measuring", total=2 * number_compared, unit="token", disable=not self.progress) as bar:
                 model.set_memory_learning(False)
                 before = losses_of(model, compared, bar)
                 model.set_memory_learning(True)
-                fast.start = start
+                fast.start = {name: means[name] for name in directions}
                 after = losses_of(model, compared, bar)
-        return fast, moments, Gains([torch.arange(len(x)) for x in before], before, after)
+        return fast, means, Gains([torch.arange(len(x)) for x in before], before, after)
 
-    def token_list(
-        self, fast_weights: FastWeights, moments: Moments, documents: Sequence[Tensor], entries: int
-    ) -> tuple[TokenList, Gains]:
-        """Fits the list to texts that are read with the fast weights."""
-        size = moments.total.shape[0]
-        center, projection = moments.keys(min(KEY_SIZE, size))
+    def token_list(self, fast_weights: FastWeights, means: dict, documents: Sequence[Tensor], entries: int) -> tuple:
+        """Fits the list to texts that are read with the fast weights: returns list and gains."""
+        center, projection = fit_keys(means["mean"], means["products"], min(KEY_SIZE, len(means["mean"])))
         collector = Collector(center, projection, ReadOut.cautious(), entries=entries)
         with self.memory(fast_weights, collector), self.bar("the list", sum(map(len, documents))) as bar:
             evidence = collect(self.model, documents, ROWS, read_texts, self.saved, bar)

@@ -24,25 +24,11 @@ START = -3.0  # the gate's bias before the fit: a share of .05, which is near th
 NUM_COLUMNS = 8000  # columns to which the read-out is fitted, in blocks spread over the texts
 
 
-class Moments:
-    """Sums of y, from which the keys are fitted. number (1,), total (D,), products (D, D), in float64 on the CPU."""
-
-    def __init__(self, size: int):
-        self.number = torch.zeros(1, dtype=torch.float64)
-        self.total = torch.zeros(size, dtype=torch.float64)
-        self.products = torch.zeros(size, size, dtype=torch.float64)
-
-    def add(self, mlp_inputs: Tensor) -> None:
-        """Counts y (R, T, D)."""
-        y = mlp_inputs.flatten(0, 1).cpu().double()
-        self.number, self.total, self.products = self.number + len(y), self.total + y.sum(0), self.products + y.T @ y
-
-    def keys(self, size: int) -> tuple[Tensor, Tensor]:
-        """Returns center (D,) and projection (D, K)."""
-        mean = self.total / self.number
-        variances, directions = torch.linalg.eigh(self.products / self.number - torch.outer(mean, mean))
-        scale = variances[-size:].clamp(min=variances[-1] * 1e-6) ** -0.25
-        return mean.float(), (directions[:, -size:] * scale).float()
+def fit_keys(mean: Tensor, products: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Returns center (D,) and projection (D, K), from the means of y (D,) and of its products (D, D) in float64."""
+    variances, directions = torch.linalg.eigh(products - torch.outer(mean, mean))
+    scale = variances[-size:].clamp(min=variances[-1] * 1e-6) ** -0.25
+    return mean.float(), (directions[:, -size:] * scale).float()
 
 
 class Evidence(NamedTuple):
@@ -76,9 +62,9 @@ class Collector(TokenList):
     stride: int = 1
     noted: dict[str, Tensor]
 
-    def read(self, state, tokens, mlp_inputs, logits, learns, seen, num_kept=None) -> tuple[Tensor, dict[str, Tensor]]:
+    def read(self, state: dict, tokens: Tensor, y: Tensor, logits: Tensor, learns: Tensor, seen: Tensor, num_kept: int):
         self.begin = int(seen[0])
-        return super().read(state, tokens, mlp_inputs, logits, learns, seen)  # all columns, whatever is kept
+        return super().read(state, tokens, y, logits, learns, seen, tokens.shape[1])  # all, whatever is kept
 
     def mix(self, logits: Tensor, found: Found) -> Tensor:
         begin, self.begin = self.begin, self.begin + logits.shape[1]
