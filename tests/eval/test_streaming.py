@@ -225,3 +225,5 @@ def test_runs_become_lines_and_tables(task, tokenizer, tmp_path, capsys):
         answers = [y for x in of_full for y in x["result"]["answers"]]
         answers = [x for x in answers if x[0] == answers[0][0]]
         assert f"{sum(x[3] for x in answers):.3g} of {len(answers)}" in printed
+    with pytest.raises(SystemExit):
+        main([*command, "--methods", "wndow"])

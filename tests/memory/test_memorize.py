@@ -25,7 +25,8 @@ FORMS = {
     "residual, plain loss": (UpdateRule(None, network="residual"), False, 0.1),
     "residual, gates per layer": (UpdateRule(None, network="residual"), True, 0.1),
     "gates per layer": (UpdateRule(1.0), True, 1.0),
-    "delta, gates per layer": (UpdateRule(1.0, delta_rule=True, hidden_step=0.125), True, 1.0),
+    "delta, gates per layer": (UpdateRule(1.0, delta_rule=True), True, 1.0),
+    "delta, small hidden steps, gates per layer": (UpdateRule(1.0, delta_rule=True, hidden_step=0.125), True, 1.0),
     "delta, hidden layers fixed, gates per layer": (UpdateRule(1.0, delta_rule=True, hidden_step=0.0), True, 1.0),
 }
 
@@ -42,9 +43,10 @@ FORMS = {
     },
 )
 def test_every_form_equals_the_reference(form, depth, momentum, forget, num_seen, length, halves, monkeypatch):
-    """Outputs, state, surprise and every gradient are the token loop's to 1e-14 of a tensor's largest entry (2e-12 in a
-    residual network, where rounding grows), at every phase of the chunk, for keys on both sides of length 1, with and
-    without a decay target; with momentum, a gate of 0 for it, and none; with both ways to solve the systems.
+    """Outputs, state, surprise and every gradient are the token loop's to 1e-14 of a tensor's largest entry (1e-13 with
+    whole steps of hidden layers, 1e-11 in a residual network: rounding grows there), at every phase of the chunk, for
+    keys on both sides of length 1, with and without a decay target; with momentum, a gate of 0 for it, and none; with
+    both ways to solve the systems.
     """
     monkeypatch.setattr(memory_chunk, "SOLVED_BY_HALVES", halves)
     torch.manual_seed(length)
@@ -60,7 +62,7 @@ def test_every_form_equals_the_reference(form, depth, momentum, forget, num_seen
     inputs = inputs._replace(inner_lr=factor * inputs.inner_lr)
     for decay_target in ((), make_decay_target(depth)):
         arguments = (inputs, state, rule, decay_target)
-        tolerance = 2e-12 if rule.network == "residual" else 1e-14
+        tolerance = 1e-11 if rule.network == "residual" else 1e-13 if form == "delta, gates per layer" else 1e-14
         assert_same(run(memorize, *arguments), run(memorize_reference, *arguments), tolerance)
 
 

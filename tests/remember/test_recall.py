@@ -135,7 +135,7 @@ def generate_slowly(model, ids: torch.Tensor, number: int) -> list[int]:
     return made
 
 
-def test_generation(model):
+def test_generation(model, monkeypatch):
     """`generate()` recalls at the prompt's end and after every 6 own tokens, also padded, drafted and beside others."""
     settings, texts = {"max_new_tokens": 21, "do_sample": False}, (TOKENS[:1, :50], TOKENS[1:2, :38])
     expected = [generate_slowly(model, ids, 21) for ids in texts]
@@ -146,6 +146,8 @@ def test_generation(model):
         for number in (3, 9):
             made = model.generate(ids, prompt_lookup_num_tokens=number, **settings)
             assert made[0, ids.shape[1] :].tolist() == tokens
+    monkeypatch.setattr(model.memory, "passages", None)
+    assert model.generate(texts[0], **settings)[0, 50:].tolist() != expected[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
