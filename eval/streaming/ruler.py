@@ -38,7 +38,9 @@ def make_samples(
         random.seed(seed)
         np.random.seed(random.randrange(2**32))
         options = {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers"} | KINDS[kind]
-        haystack = prepare_niah.get_haystack("repeat") if options["type_haystack"] == "repeat" else text.split()
+        words, at_once = text.split(), max(1, length >> 16)  # lm-eval adds 500 at a time, and tokenizes all anew
+        grouped = [" ".join(words[i : i + at_once]) for i in range(0, len(words), at_once)]
+        haystack = prepare_niah.get_haystack("repeat") if options["type_haystack"] == "repeat" else grouped
         fits = {"max_seq_length": length, "num_samples": number, "template": niah_utils.TEMPLATE}
         with mock.patch.object(prepare_niah, "cached_sent_tokenize", split_sentences):
             return prepare_niah.generate_samples(haystack, tokenizer, **fits, **options)
