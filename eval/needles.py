@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from wonderwords import RandomWord
 
 from eval.common.compared_models import VARIANTS, fit_config
 from eval.common.harness import check_options, make_parser, record_run
@@ -19,24 +20,21 @@ from titans_hf.cli.shared.command_line import run_command
 LINES = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 TOLD = " One of the special magic {}s for {} is: {}."
 ASKED = " The special magic {} for {} mentioned in the provided text is"
-KEYS = """apple basket candle desert engine forest garden harbour island jacket kettle ladder market needle ocean pencil
-    quarry river saddle temple uncle valley window yellow | anchor bottle castle dragon eagle feather hammer insect"""
-WORDS = """amber barley cedar daisy ember fennel ginger hazel iris juniper lilac mint nettle olive poppy quince rose
-    sage thyme violet willow yarrow almond birch | clover holly elm fig grape ivy jasmine laurel maple oak pine"""
 SIZE = dict(vocab_size=4096, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.05)
 TITANS = {"memory_form": "delta", "memory_num_heads": 1, "memory_start": "recall"}
 TRAINED, NEEDLES, TESTED = (256, 256, 512, 1024), 3, (1024, 2048, 4096, 16384)
 
 
 class Texts:
-    """Draws texts with needles: numbers in repeated lines ("pk"), numbers ("n") or two words ("w") in prose. Keys and
-    words of the test are behind the bar, and its numbers are multiples of 11.
+    """Draws texts with needles: numbers in repeated lines ("pk"), numbers ("n") or two words ("w") in prose. Keys are
+    RULER's nouns, as are the words. A fourth of the nouns is of the test, whose numbers are multiples of 11.
     """
 
     def __init__(self, task: str, tokenizer: Any, folder: Path, part: str, seed: int):
         self.is_test, self.random = part == "test", Random(f"{part} {seed}")
         self.encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
-        self.keys, self.words = (x.split("|")[self.is_test].split() for x in (KEYS, WORDS))
+        nouns = sorted(RandomWord().filter(include_categories=["nouns"], regex="[a-z]+"))
+        self.nouns = [x for i, x in enumerate(nouns) if (i % 4 == 0) == self.is_test]
         self.kind = "word" if task == "w" else "number"
         files = sorted((folder / part).glob("*.txt"))[:8] if task != "pk" else ()
         self.prose = self.encode("".join(x.read_text(encoding="utf-8-sig")[20_000:200_000] for x in files) or LINES)
@@ -44,10 +42,10 @@ class Texts:
     def draw(self, length: int, most: int) -> tuple[list[int], list[int]]:
         """Returns ids of a text and questions about its needles, 1 to `most`, and labels: the answers, else -100."""
         needles, told, end, labels = self.random.randint(1, most), [], [], []
-        for key in self.random.sample(self.keys, needles):
+        for key in self.random.sample(self.nouns, needles):
             value = 11 * self.random.randrange(10**5, 9 * 10**5) + (not self.is_test) * self.random.randrange(1, 11)
             if self.kind == "word":
-                value = "-".join(self.random.sample(self.words, 2))
+                value = "-".join(self.random.sample(self.nouns, 2))
             told.append(self.encode(TOLD.format(self.kind, key, value)))
             question, answer = self.encode(ASKED.format(self.kind, key)), self.encode(f" {value}.")
             end, labels = end + question + answer, labels + [-100] * len(question) + answer
