@@ -15,6 +15,7 @@ Methods:
 
     full       attention to all tokens                     window     --window tokens and a sink
     search     the token after the longest match           pasted     the passage as text in a fresh window
+    tova       the --window tokens attended to most
     passages, fast, fast-passages, both, start             titans_hf.remember; both: fast weights and list;
                                                            start: B_0, without learning
 
@@ -43,7 +44,8 @@ REMEMBER = {
     "both": {"memory": ("fast_weights", "list")},
     "start": {"memory": ("fast_weights",), "learning": False},
 }
-METHODS = ("full", "search", "pasted", *REMEMBER, "full-fast", "full-both", "full-start")
+OTHERS = {"search": readers.Search, "pasted": readers.Pasted, "tova": readers.Tova}
+METHODS = ("full", *OTHERS, *REMEMBER, "full-fast", "full-both", "full-start")
 
 
 def make_reader(name: str, args: argparse.Namespace) -> readers.Reader:
@@ -51,8 +53,8 @@ def make_reader(name: str, args: argparse.Namespace) -> readers.Reader:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     if name == "full":
         return readers.Reader(model)
-    if name in ("search", "pasted"):
-        return (readers.Search if name == "search" else readers.Pasted)(model, args.window)
+    if name in OTHERS:
+        return OTHERS[name](model, args.window)
     options = REMEMBER[name.removeprefix("full-")]
     if args.adapter and "fast_weights" in options["memory"]:
         options = options | {"adapter": args.adapter}

@@ -37,6 +37,7 @@ READERS = {
     "fast": lambda model: readers.Remember(model, WINDOW, ("fast_weights",)),
     "passages": lambda model: readers.Remember(model, WINDOW, ("passages",)),
     "pasted": lambda model: readers.Pasted(model, WINDOW),
+    "tova": lambda model: readers.Tova(model, WINDOW),
 }
 
 
@@ -58,7 +59,7 @@ def test_a_branch_leaves_nothing(name):
         if len(other):
             reader.generate(other, 5)
     torch.testing.assert_close(*said, atol=1e-5, rtol=0)
-    if name in ("full", "window", "search", "fast"):
+    if name in ("full", "window", "search", "fast", "tova"):
         torch.testing.assert_close(reader.read(ids[400:]), said[1], atol=1e-4, rtol=0)
         torch.testing.assert_close(said[1].exp().sum(1), torch.ones(80))
 
@@ -75,6 +76,16 @@ def test_what_is_searched_or_pasted_is_found():
     prompt = pasted.prompt(torch.cat([ids, ids[300:320]]), 0).tolist()
     assert len(prompt) == 200 and prompt[-20:] == ids[300:320].tolist()
     assert str(ids[295:330].tolist())[1:-1] in str(prompt) and prompt[0] == pasted.first
+
+
+def test_tova_keeps_what_is_attended_to_most():
+    """With room for all tokens TOVA is full attention; else every layer keeps as many tokens as it may."""
+    ids, model = torch.randint(60, (200,), generator=torch.Generator().manual_seed(1)), tiny_model()
+    for reader in (full := readers.Reader(model), kept := readers.Tova(model, 200), few := readers.Tova(model, 50)):
+        reader.begin()
+    torch.testing.assert_close(kept.read(ids), full.read(ids), atol=1e-4, rtol=0)
+    few.read(ids)
+    assert {x.keys.shape[2] for x in few.cache.layers} == {50} and few.state_bytes() * 4 == full.state_bytes()
 
 
 def test_facts_occur_in_no_other_file():
@@ -209,9 +220,8 @@ def test_runs_become_lines_and_tables(task, tokenizer, tmp_path, capsys):
     assert len(records) == texts * len(methods) and all(x["bytes"] > 0 for x in records)
     of_full = [x for x in records if x["run"]["method"] == "full"]
     for record in of_full if task == "loss" else ():
-        ids = tokenizer((tmp_path / "texts" / record["run"]["text"]).read_text(), return_tensors="pt").input_ids[
-            :, :520
-        ]
+        text = (tmp_path / "texts" / record["run"]["text"]).read_text()
+        ids = tokenizer(text, return_tensors="pt").input_ids[:, :520]
         losses = cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
         means = [x.mean().item() for x in losses.split(tasks.PER_BLOCK)]
         np.testing.assert_allclose(record["result"]["losses"], means, atol=1e-3)
