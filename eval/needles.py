@@ -18,8 +18,8 @@ from titans_hf import TitansConfig
 from titans_hf.cli.shared.command_line import run_command
 
 LINES = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-TOLD = " One of the special magic {}s for {} is: {}."
-ASKED = " The special magic {} for {} mentioned in the provided text is"
+TOLD = " One of the special magic {}s for {} is: "  # the space is a token of its own, which is no part of an answer
+ASKED = " The special magic {} for {} mentioned in the provided text is "
 SIZE = dict(vocab_size=4096, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.05)
 TITANS = {"memory_form": "delta", "memory_num_heads": 1, "memory_start": "recall"}
 TRAINED, NEEDLES, TESTED = (256, 256, 512, 1024), 3, (1024, 2048, 4096, 16384)
@@ -46,8 +46,8 @@ class Texts:
             value = 11 * self.random.randrange(10**5, 9 * 10**5) + (not self.is_test) * self.random.randrange(1, 11)
             if self.kind == "word":
                 value = "-".join(self.random.sample(self.nouns, 2))
-            told.append(self.encode(TOLD.format(self.kind, key, value)))
-            question, answer = self.encode(ASKED.format(self.kind, key)), self.encode(f" {value}.")
+            question, answer = self.encode(ASKED.format(self.kind, key)), self.encode(f"{value}.")
+            told.append(self.encode(TOLD.format(self.kind, key)) + answer)
             end, labels = end + question + answer, labels + [-100] * len(question) + answer
         room = length - len(end) - sum(map(len, told))
         first = self.random.randrange(max(1, len(self.prose) - room))
