@@ -22,6 +22,7 @@ TOLD = " One of the special magic {}s for {} is: "  # the space is a token of it
 ASKED = " The special magic {} for {} mentioned in the provided text is "
 SIZE = dict(vocab_size=4096, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.05)
 TITANS = {"memory_form": "delta", "memory_num_heads": 1, "memory_start": "recall"}
+OTHERS = ("mamba2", "gated-deltanet", "gated-deltanet-start", "mistral")
 TRAINED, NEEDLES, TESTED = (256, 256, 512, 1024), 3, (1024, 2048, 4096, 16384)
 
 
@@ -66,17 +67,27 @@ def answer(model: PreTrainedModel, drawn: list[tuple[list[int], list[int]]]) -> 
 
 
 def make_keys_of_three_tokens(model: PreTrainedModel) -> None:
-    """Starts q's filters as a token and the two before it, k's as these a token later: equal digits then differ."""
+    """Starts q's filters as a token and the two before it, k's as these a token later: equal digits then differ. Gated
+    DeltaNet also gets the rest of Titans' start: W_q = W_k, W_o = 3 W_v^T, slow forgetting, values of one token.
+    """
     for layer in model.model.layers:
-        q, k = layer.mixer.memory.q_conv.weight.data, layer.mixer.memory.k_conv.weight.data
+        if hasattr(layer, "mixer"):
+            q, k = layer.mixer.memory.q_conv.weight.data, layer.mixer.memory.k_conv.weight.data
+        else:
+            net = layer.linear_attn
+            q, k, v = net.conv1d.weight.data.chunk(3)
+            weights = net.in_proj_qkvz.weight.data.unflatten(0, (net.num_k_heads, 4, -1))
+            weights[:, 1] = weights[:, 0]
+            net.out_proj.weight.data = 3 * weights[:, 2].flatten(0, 1).T
+            net.A_log.data.zero_(), net.dt_bias.data.fill_(-7), v.zero_()[..., -1].fill_(1)
         taps = torch.tensor([0.37, 0.53, 0.76]) * torch.randn(len(q), 1, 3).sign()
         q.copy_(pad(taps, (1, 0))), k.copy_(pad(taps, (0, 1)))
 
 
 def train_and_ask(run: Namespace, tokenizer: Any, folder: Path) -> dict[str, Any]:
     """Trains a model by its answers, then finds the share of single needles of which each token is the likeliest."""
-    model = AutoModelForCausalLM.from_config(fit_config(run.model, 1_000_000, run.settings))
-    if titans := run.model in VARIANTS:
+    model = AutoModelForCausalLM.from_config(fit_config(run.model.removesuffix("-start"), 1_000_000, run.settings))
+    if (titans := run.model in VARIANTS) or run.model.endswith("-start"):
         make_keys_of_three_tokens(model)
     texts = Texts(run.data, tokenizer, folder, "train", run.seed)
     optimizer = torch.optim.AdamW(model.parameters(), run.learning_rate, weight_decay=0.1, betas=(0.9, 0.95))
@@ -102,7 +113,7 @@ def train_and_ask(run: Namespace, tokenizer: Any, folder: Path) -> dict[str, Any
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser(__doc__, [*VARIANTS, "mamba2", "gated-deltanet", "mistral"], batch_size=2048)
+    parser = make_parser(__doc__, [*VARIANTS, *OTHERS], batch_size=2048)
     parser.add_argument("data", choices=("pk", "n", "w"), help="a number in repeated lines or in prose, or two words")
     parser.add_argument("--texts", type=Path, default=Path("data/books"), help="folder of train/ and test/")
     parser.add_argument("--steps", type=int, default=600, help="of --batch_size tokens")
@@ -110,7 +121,8 @@ def main(argv: list[str] | None = None) -> None:
     args, tokenizer = parser.parse_args(argv), AutoTokenizer.from_pretrained("checkpoints/novels-mag")
     changes = check_options(args, TitansConfig(**TITANS), steps=1, questions=1)
     for model, seed in product(args.models, args.seeds):
-        settings = SIZE | (TITANS | changes if model in VARIANTS else {})
+        own = {"num_attention_heads": 1} if model == "gated-deltanet-start" else {}
+        settings = SIZE | (TITANS | changes if model in VARIANTS else own)
         row = f"{model}-{args.label}" if model in VARIANTS and args.label else model
         run = Namespace(data=args.data, row=row, model=model, settings=settings, seed=seed, learning_rate=4e-3)
         run.batch_size, run.steps, run.questions = args.batch_size, args.steps, args.questions
