@@ -13,7 +13,6 @@ from titans_hf.cli.shared.text_files import find_files
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 from titans_hf.remember import adapter
 from titans_hf.remember.fit import fit as stages
-from titans_hf.remember.fit import fit_list
 
 OPTIONS = ["--tokens=1200", "--length=400", "--window=32", "--rank=2", "--entries=5400", "--device=cpu"]
 
@@ -21,7 +20,7 @@ OPTIONS = ["--tokens=1200", "--length=400", "--window=32", "--rank=2", "--entrie
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with a byte model and texts."""
-    monkeypatch.setattr(fit_list, "NUM_COLUMNS", 200)
+    monkeypatch.setattr(stages, "NUM_COLUMNS", 200)
     save_llama(tmp_path / "model", num_hidden_layers=4, initializer_range=0.1, bos_token_id=2)
     (tmp_path / "texts").mkdir()
     for i in range(4):

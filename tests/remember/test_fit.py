@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, Phi3Config
 
 from titans_hf import fit_memory, forget, remember
-from titans_hf.remember.fit import fit, fit_list
+from titans_hf.remember.fit import fit
 from titans_hf.remember.fit.fit import Saved, fast_layers, fit_directions
 from titans_hf.remember.passages import Passages
 
@@ -37,7 +37,7 @@ def loss(model, ids) -> float:
 
 @pytest.fixture(autouse=True)
 def few_columns(monkeypatch):
-    monkeypatch.setattr(fit_list, "NUM_COLUMNS", 200)
+    monkeypatch.setattr(fit, "NUM_COLUMNS", 200)
 
 
 def test_a_fit_lowers_the_loss_of_other_texts():

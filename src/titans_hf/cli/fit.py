@@ -17,8 +17,7 @@ from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.text_files import find_files, read_text
 from titans_hf.cli.shared.text_ids import encode
-from titans_hf.remember.fit import fit_memory
-from titans_hf.remember.fit.fit_list import Gains
+from titans_hf.remember.fit import Gains, fit_memory
 from titans_hf_console import parse as parse_options
 
 LETTERS_AT_ONCE = 2_000_000  # that are tokenized

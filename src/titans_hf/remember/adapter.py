@@ -28,7 +28,6 @@ from .parts import FAST_WEIGHTS, LIST, PARTS, PASSAGES, Memory, check_settings, 
 from .token_list import ReadOut, TokenList
 
 WEIGHTS = "adapter.safetensors"
-SETTINGS = ("entries", "threshold")  # of the list
 CARD = Path(__file__).with_name("card.md")
 DESCRIPTIONS = {
     PASSAGES: "passages of the text, which are read again where it asks for them",
@@ -113,7 +112,7 @@ def save_adapter(
         first_token=memory.first_token,
         rank=None if fast is None else max(map(len, fast.directions.values())),
         step=None if fast is None else asdict(fast.step),
-        token_list=None if found is None else {name: getattr(found, name) for name in SETTINGS},
+        token_list=None if found is None else {"entries": found.entries, "threshold": found.threshold},
         fit=fit,
     )
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

@@ -91,8 +91,7 @@ def remember(
         found = load_adapter(model, adapter)
         memory = [x for x in memory if x in found["memory"]]
         window = found["window"] if window == "auto" else window
-        given = {"first_token": first_token, "learn_from": learn_from, "fast_weights": fast_weights}
-        given["token_list"] = token_list
+        given = dict(first_token=first_token, learn_from=learn_from, fast_weights=fast_weights, token_list=token_list)
         first_token, learn_from, fast_weights, token_list = (found[k] if x is None else x for k, x in given.items())
     if window == "auto":
         window = None if is_titans(model) else WINDOW
@@ -105,8 +104,6 @@ def remember(
     config = model.config.get_text_config(decoder=True)
     if fast_weights is None and FAST_WEIGHTS in memory:
         fast_weights = default_fast_weights(model)
-    if token_list is None and LIST in memory:
-        token_list = TokenList.random(config.hidden_size)
     passages = passages or Passages()
     if passages.end_tokens is None:
         passages = replace(passages, end_tokens=end_tokens(model.generation_config or config))
@@ -115,7 +112,7 @@ def remember(
         window=window,
         passages=None if window is None or PASSAGES not in memory else passages,
         fast_weights=fast_weights if FAST_WEIGHTS in memory else None,
-        token_list=token_list if LIST in memory else None,
+        token_list=(token_list or TokenList.random(config.hidden_size)) if LIST in memory else None,
         first_token=choose_first_token(model, first_token),
         learn_from=learn_from,
         forward=own.forward,
@@ -173,7 +170,7 @@ def attach(model: PreTrainedModel, memory: Memory) -> None:
     if memory.fast_weights is not None:
         memory.hooks += memory.fast_weights.attach(model)
     if memory.token_list is not None:
-        memory.hooks.append(feed_forward(model).register_forward_pre_hook(reading.capture_mlp_inputs))
+        memory.hooks.append(feed_forward(model).register_forward_pre_hook(reading.note_mlp_inputs))
     if model.base_model is not model:
         memory.hooks.append(model.base_model.register_forward_pre_hook(reading.check_backbone))
     stop_checkpointing(model)

@@ -78,12 +78,6 @@ class MemoryCache(Cache):
             self.restart_recording()
         elif len(self.seen) != rows:
             raise ValueError(f"`input_ids` must have the {len(self.seen)} rows of `cache`, got {rows}.")
-        elif (logits := self.state.get("list.logits")) is not None:
-            size = model.get_output_embeddings().weight.shape[0]
-            if size != logits.shape[1]:
-                raise ValueError(
-                    f"`cache` was made for {logits.shape[1]} tokens, and the model has {size}: begin a new one."
-                )
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

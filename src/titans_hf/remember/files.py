@@ -76,8 +76,7 @@ def memory_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
         fast = memory.fast_weights
         parts |= {f"A.{x}": y for x, y in fast.directions.items()} | {f"B.{x}": y for x, y in fast.start.items()}
         total.update(f"{sorted(fast.rates.items())} {fast.step}".encode())
-    if memory.token_list is not None:
-        chosen = memory.token_list
+    if (chosen := memory.token_list) is not None:
         parts |= {"center": chosen.center, "projection": chosen.projection}
         total.update(f"{chosen.entries} {chosen.threshold}".encode())
     for name, x in sorted(parts.items()):

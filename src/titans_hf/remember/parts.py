@@ -15,7 +15,7 @@ from .titans_layer import is_titans
 from .token_list import TokenList
 
 PASSAGES, FAST_WEIGHTS, LIST = PARTS = ("passages", "fast_weights", "list")
-READING: ContextVar[bool] = ContextVar("reading", default=False)
+READING: ContextVar[dict[str, Tensor] | None] = ContextVar("reading", default=None)  # in `Memory.call`: what hooks note
 
 
 @dataclass
@@ -47,11 +47,13 @@ class Memory:
         """Calls the model's own forward, as a part of a reading: ids (R, T) of rows that have read seen (R,) tokens."""
         if "position_ids" in self.arguments and not is_titans(model):
             arguments["position_ids"] = (seen[:, None] + torch.arange(ids.shape[1])).to(ids.device)
-        token = READING.set(True)
+        token = READING.set(noted := {})
         try:
-            return self.forward(model, input_ids=ids, cache=cache, use_cache=True, return_dict=True, **arguments)
+            output = self.forward(model, input_ids=ids, cache=cache, use_cache=True, return_dict=True, **arguments)
         finally:
             READING.reset(token)
+        output.noted = noted
+        return output
 
     @property
     def parts(self) -> list[str]:

@@ -14,7 +14,6 @@ Shapes: R rows, T columns, C tokens of a chunk, V vocabulary.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -31,18 +30,17 @@ from .window import KeyValueLayer, StateLayer, copied_states, make_layers
 SINK_TOKENS = 1024  # tokens that share a sink: it is `window` to `window` + SINK_TOKENS tokens away
 TOKENS_OF_A_PIECE = 1024  # most tokens of a piece whose logits are all needed
 OF_LAYERS = ("hidden_states", "router_logits")  # outputs that a model may return for each layer
-_CAPTURED: ContextVar[dict | None] = ContextVar("captured", default=None)
 
 
-def capture_mlp_inputs(module, args: tuple) -> None:
-    """A forward pre-hook of the last layer's feed-forward network: notes its input during a piece."""
-    if (captured := _CAPTURED.get()) is not None:
-        captured["mlp_inputs"] = args[0]
+def note_mlp_inputs(module, args: tuple) -> None:
+    """A forward pre-hook of the last layer's feed-forward network: notes its input."""
+    if (noted := READING.get()) is not None:
+        noted["mlp_inputs"] = args[0]
 
 
 def check_backbone(backbone, args: tuple) -> None:
     """A forward pre-hook of the model's backbone: raises RuntimeError where the backbone would read without memory."""
-    if not READING.get():
+    if READING.get() is None:
         raise RuntimeError(
             f"{type(backbone).__name__} was called without its memory: call the model that `remember` returned, or "
             "`forget` it first. TRL's trainers call the backbone themselves, so they train a model before `remember`; "
@@ -189,19 +187,14 @@ def _read_piece(
                 layer.mark_start(at_start, memory.passages is not None)
     seen, length = cache.seen, piece.ids.shape[1]
     finished = None if fast is None else _finished_chunk(memory, cache, piece, following)
-    captured: dict = {}
-    token = _CAPTURED.set(captured)
-    try:
-        if finished is None:
-            weights = None if fast is None else fast.weights(cache.state)
-            if memory.token_list is None and "logits_to_keep" in memory.arguments:
-                arguments = arguments | {"logits_to_keep": num_kept}
-            output = call(model, cache, piece.ids, weights, arguments)
-        else:
-            rewind(cache, chunk - length)
-            output = learn(model, cache, *finished, with_graph, arguments)
-    finally:
-        _CAPTURED.reset(token)
+    if finished is None:
+        weights = None if fast is None else fast.weights(cache.state)
+        if memory.token_list is None and "logits_to_keep" in memory.arguments:
+            arguments = arguments | {"logits_to_keep": num_kept}
+        output = call(model, cache, piece.ids, weights, arguments)
+    else:
+        rewind(cache, chunk - length)
+        output = learn(model, cache, *finished, with_graph, arguments)
     logits = (output.logits if with_graph else output.logits.detach())[:, -length:]
     if fast is not None:
         for name, x in (("chunk.ids", piece.ids), ("chunk.learns", piece.learns)):
@@ -213,10 +206,9 @@ def _read_piece(
     if NAME in cache.state:
         cache.state[NAME] = memory.passages.append(cache.state[NAME], piece.ids)
     if memory.token_list is not None:
-        mlp_inputs = captured["mlp_inputs"] if with_graph else captured["mlp_inputs"].detach()
-        mlp_inputs = mlp_inputs.reshape(len(seen), -1, mlp_inputs.shape[-1])[:, -length:]
-        tokens = piece.ids.to(logits.device)
-        logits, new = memory.token_list.read(cache.state, tokens, mlp_inputs, logits, piece.learns, seen, num_kept)
+        y = output.noted["mlp_inputs"] if with_graph else output.noted["mlp_inputs"].detach()
+        y = y.reshape(len(seen), -1, y.shape[-1])[:, -length:]
+        logits, new = memory.token_list.read(cache.state, piece.ids, y, logits, piece.learns, seen, num_kept)
         cache.state.update(new)
     return output, logits[:, -num_kept:]
 

@@ -32,6 +32,7 @@ from transformers.utils.generic import maybe_autocast
 from ..cache_files import check_tensor
 from .fast_weights import FLOATS, LARGEST, check_number
 
+KEY_SIZE = 64  # K, of a model whose hidden size is not smaller
 QUERIES = 64  # queries that are compared at once: this bounds the memory needed
 KEY_UNITS = 127  # an entry's key is in multiples of 1 / 127: in 8 bits
 CONTEXT = 2  # tokens before an entry's token that are compared
@@ -96,9 +97,9 @@ class TokenList:
     threshold: float = 3.0
 
     @classmethod
-    def random(cls, hidden_size: int, key_size: int = 64, seed: int = 0, **settings) -> "TokenList":
+    def random(cls, hidden_size: int, key_size: int = KEY_SIZE, **settings) -> "TokenList":
         """Returns a list with a random projection and a cautious read-out, which needs no fit."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         projection = torch.randn(hidden_size, min(key_size, hidden_size), generator=generator) / hidden_size**0.5
         return cls(torch.zeros(hidden_size), projection, ReadOut.cautious(), **settings)
 
@@ -119,18 +120,17 @@ class TokenList:
         where there is none; list.losses (R, N); list.recent (R, 2) int32, the last tokens, the latest first; list.key
         (R, K), the last token's k; list.logits (R, V), the model's own after the last token.
         """
-        number, size, wide = self.entries, self.projection.shape[1], torch.promote_types(dtype, torch.float32)
-        none = lambda *shape: torch.full((rows, *shape), -1, dtype=torch.int32, device=device)  # noqa: E731
-        zeros = lambda *shape, of=wide: torch.zeros((rows, *shape), dtype=of, device=device)  # noqa: E731
-        return {
-            "list.keys": zeros(number, size, of=torch.int8),
-            "list.tokens": none(number),
-            "list.contexts": none(number, CONTEXT),
-            "list.losses": zeros(number, of=torch.float32),
-            "list.recent": none(CONTEXT),
-            "list.key": zeros(size),
-            "list.logits": zeros(vocabulary, of=dtype),
+        entries, size = self.entries, self.projection.shape[1]
+        forms = {  # number, dtype and sizes after R
+            "list.keys": (0, torch.int8, entries, size),
+            "list.tokens": (-1, torch.int32, entries),
+            "list.contexts": (-1, torch.int32, entries, CONTEXT),
+            "list.losses": (0, torch.float32, entries),
+            "list.recent": (-1, torch.int32, CONTEXT),
+            "list.key": (0, torch.promote_types(dtype, torch.float32), size),
+            "list.logits": (0, dtype, vocabulary),
         }
+        return {x: torch.full((rows, *sizes), n, dtype=of, device=device) for x, (n, of, *sizes) in forms.items()}
 
     def keys(self, y: Tensor) -> Tensor:
         """Computes k (R, T, K), in float32 at least, from y (R, T, D)."""
@@ -144,12 +144,17 @@ class TokenList:
 
         tokens (R, T) int64: x, all real. y (R, T, D). logits (R, T, V): the model's. learns (R, T) bool: which may be
         written. seen (R,) int64: tokens of each row that were read before.
+
+        Raises ValueError for a state of another vocabulary, such as before tokens were added to the model.
         """
         device, length, kept = logits.device, tokens.shape[1], []
+        before, now = state["list.logits"].shape[-1], logits.shape[-1]
+        if before != now:
+            raise ValueError(f"`cache` was made for {before} tokens, and the model has {now}: begin a new one.")
         self.center, self.projection = self.center.to(device), self.projection.to(device)
         self.read_out = ReadOut(*(x.to(device) for x in self.read_out))
         learns = learns & (seen[:, None] + torch.arange(length) > 0).to(learns.device)  # not a text's first token
-        columns = (tokens, y.to(device), logits, learns.to(device))
+        columns = (tokens.to(device), y.to(device), logits, learns.to(device))
         with maybe_autocast(device.type, enabled=False):
             for begin in range(0, length, QUERIES):
                 of_block = [x[:, begin : begin + QUERIES] for x in columns]
@@ -179,8 +184,7 @@ class TokenList:
         entries = {name: torch.cat([state[name], _rows_at(x, order).to(state[name])], 1) for name, x in new.items()}
         newest = counts[:, -1:] + torch.arange(number, device=counts.device)
         after = {name: _rows_at(x, newest) for name, x in entries.items()}
-        last = {"list.recent": recent[:, -1], "list.key": keys[:, -1].detach(), "list.logits": logits[:, -1].detach()}
-        after |= last
+        after |= {"list.recent": recent[:, -1], "list.key": keys[:, -1].detach(), "list.logits": logits[:, -1].detach()}
         if not is_read:
             return None, after
         places, counts = torch.arange(number + tokens.shape[1], device=counts.device), counts[..., None]
@@ -223,5 +227,4 @@ def surprisal(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def _rows_at(x: Tensor, index: Tensor) -> Tensor:
     """Returns x (R, E, ...) at index (R, I)."""
-    index = index.view(*index.shape, *[1] * (x.dim() - 2))
-    return x.gather(1, index.expand(*index.shape[:2], *x.shape[2:]))
+    return x.take_along_dim(index.view(*index.shape, *[1] * (x.dim() - 2)), 1)

@@ -11,9 +11,11 @@ Shapes: T tokens, r rank, R rows of a sketch, `in` and `out` the sizes of a line
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -32,17 +34,27 @@ from ..files import NUMBER
 from ..parts import FAST_WEIGHTS, LIST
 from ..titans_layer import is_titans
 from ..token_list import ReadOut, TokenList, surprisal
-from .fit_list import Collector, Gains, collect, fit_keys, fit_read_out
+from .fit_list import Collector, Evidence, fit_keys, fit_read_out
 
 SKETCH = 128  # rows of a sketch of the gradients
 FLOOR = 1e-4  # least s_i / s_1
 TOKENS_OF_A_CALL = 256
 FIRST_RATE, NUM_RATES = 0.05, 5
-KEY_SIZE = 64  # of the list
+NUM_COLUMNS = 8000  # to which the list's read-out is fitted, in blocks spread over the texts
 TEXT, COMPARED = 1024, 2048  # tokens of a text for directions and start, and of one by which rates are compared
 FIT_TOKENS, COMPARED_TOKENS = 12 * TEXT, 4 * COMPARED  # in all, but at most a quarter of the documents
 ROWS = 4  # texts that are read at once
 DOCUMENT = "list.document"  # in the state: the number of each row's text in the call
+
+
+class Gains(NamedTuple):
+    """For each text, at some columns: columns (C,) int64, and the losses (C,) in nats of the tokens after them, before
+    and after.
+    """
+
+    columns: list[Tensor]
+    before: list[Tensor]
+    after: list[Tensor]
 
 
 @contextmanager
@@ -405,9 +417,28 @@ class _Fit:
 
     def token_list(self, fast_weights: FastWeights, means: dict, documents: Sequence[Tensor], entries: int) -> tuple:
         """Fits the list to texts that are read with the fast weights: returns list and gains."""
-        center, projection = fit_keys(means["mean"], means["products"], min(KEY_SIZE, len(means["mean"])))
+        center, projection = fit_keys(means["mean"], means["products"])
         collector = Collector(center, projection, ReadOut.cautious(), entries=entries)
-        with self.memory(fast_weights, collector), self.bar("the list", sum(map(len, documents))) as bar:
-            evidence = collect(self.model, documents, ROWS, read_texts, self.saved, bar)
-        read_out, gains = fit_read_out(evidence)
-        return TokenList(center, projection, read_out, entries=entries), gains
+        collector.stride = math.ceil(sum(map(len, documents)) / NUM_COLUMNS)
+        with self.memory(fast_weights, collector):
+            evidence = self.evidence(collector, documents)
+        read_out, none = fit_read_out([x for parts in evidence for x in parts]), torch.zeros(0)
+        columns = [torch.cat([none.long(), *(x.columns for x in parts)]) for parts in evidence]
+        before = [torch.cat([none, *(-x.log_p[0] for x in parts)]) for parts in evidence]
+        after = [torch.cat([none, *(x.losses(read_out)[0] for x in parts)]) for parts in evidence]
+        return TokenList(center, projection, read_out, entries=entries), Gains(columns, before, after)
+
+    def evidence(self, collector: Collector, documents: Sequence[Tensor]) -> list[list[Evidence]]:
+        """Reads documents with the collector, ROWS at once, and returns the evidence of each."""
+        evidence, order = [[] for _ in documents], sorted(range(len(documents)), key=lambda i: len(documents[i]))
+        with self.bar("the list", sum(map(len, documents))) as bar:
+            for begin in range(0, len(order), ROWS):
+                group, stage = order[begin : begin + ROWS], f"list-{begin}"
+                collector.texts, collector.noted = [documents[i] for i in group], self.saved.load(stage)
+                if not collector.noted:
+                    read_texts(self.model, collector.texts)
+                    self.saved.save(stage, collector.noted)
+                for text, new in collector.evidence():
+                    evidence[group[text]].append(new)
+                bar.update(sum(len(documents[i]) for i in group))
+        return evidence

@@ -8,45 +8,39 @@
 Shapes: R rows, T tokens of a text, D hidden size, K key size, C columns, E entries.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
-from ..token_list import QUERIES, Found, ReadOut, TokenList
+from ..token_list import KEY_SIZE, QUERIES, Found, ReadOut, TokenList
 
 START = -3.0  # the gate's bias before the fit: a share of .05, which is near the best constant share
-NUM_COLUMNS = 8000  # columns to which the read-out is fitted, in blocks spread over the texts
 
 
-def fit_keys(mean: Tensor, products: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def fit_keys(mean: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
     """Returns center (D,) and projection (D, K), from the means of y (D,) and of its products (D, D) in float64."""
     variances, directions = torch.linalg.eigh(products - torch.outer(mean, mean))
-    scale = variances[-size:].clamp(min=variances[-1] * 1e-6) ** -0.25
-    return mean.float(), (directions[:, -size:] * scale).float()
+    scale = variances[-KEY_SIZE:].clamp(min=variances[-1] * 1e-6) ** -0.25
+    return mean.float(), (directions[:, -KEY_SIZE:] * scale).float()
 
 
 class Evidence(NamedTuple):
     """Some columns of a text: columns (C,), their places; targets (1, C), the tokens after them; log_p (1, C), the
-    model's log probabilities of the targets; facts, tokens and entropy of what the columns find.
+    model's log probabilities of the targets; what the columns find.
     """
 
     columns: Tensor
     targets: Tensor
     log_p: Tensor
-    facts: Tensor
-    tokens: Tensor
-    entropy: Tensor
+    found: Found
 
     def losses(self, read_out: ReadOut) -> Tensor:
         """Computes -log((1 - l) p + l m) (1, C)."""
-        gate, weights = read_out.gate(Found(*self[3:]))
-        m = torch.where(self.tokens == self.targets[..., None], weights, 0).sum(-1)
+        gate, weights = read_out.gate(self.found)
+        m = torch.where(self.found.tokens == self.targets[..., None], weights, 0).sum(-1)
         log_m = m.clamp(min=torch.finfo(m.dtype).tiny).log()
         return -torch.logaddexp(logsigmoid(-gate) + self.log_p, logsigmoid(gate) + log_m)
 
@@ -54,8 +48,8 @@ class Evidence(NamedTuple):
 class Collector(TokenList):
     """A list that notes what every `stride`-th block of its texts finds, and leaves the logits as they are.
 
-    texts: ids (T,) of the texts of a call, one per row, all from their first token on. noted: the tensors of an
-    `Evidence` by "text.first column.place".
+    texts: ids (T,) of the texts of a call, one per row, all from their first token on. noted: the tensors of `Evidence`
+    and of its `found`, by "text.first column.place".
     """
 
     texts: Sequence[Tensor] = ()
@@ -80,50 +74,23 @@ class Collector(TokenList):
                 self.noted |= {f"{text}.{begin:08}.{place}": x for place, x in enumerate(parts)}
         return logits
 
+    def evidence(self) -> Iterator[tuple[int, Evidence]]:
+        """Yields what was noted, with the text's number in the call, in the order of texts and columns."""
+        for block in sorted({name.rpartition(".")[0] for name in self.noted}):
+            columns, targets, log_p, *found = (self.noted[f"{block}.{place}"] for place in range(6))
+            yield int(block.partition(".")[0]), Evidence(columns, targets, log_p, Found(*found))
 
-class Gains(NamedTuple):
-    """For each text, at some columns: columns (C,) int64, and the losses (C,) in nats of the tokens after them, before
-    and after.
+
+def fit_read_out(evidence: Sequence[Evidence]) -> ReadOut:
+    """Returns the read-out at which the mean of the losses is at a minimum. Raises ValueError if no column finds an
+    entry.
     """
-
-    columns: list[Tensor]
-    before: list[Tensor]
-    after: list[Tensor]
-
-
-def collect(
-    model: PreTrainedModel, documents: Sequence[Tensor], rows: int, read_texts: Callable, saved: Any, bar: tqdm
-) -> list[list[Evidence]]:
-    """Reads documents, `rows` at once, with a memory whose list is a `Collector`; returns the evidence on the CPU."""
-    collector, evidence = model.memory.token_list, [[] for _ in documents]
-    collector.stride = max(1, math.ceil(sum(map(len, documents)) / NUM_COLUMNS))
-    order = sorted(range(len(documents)), key=lambda i: len(documents[i]))
-    for begin in range(0, len(order), rows):
-        group, stage = order[begin : begin + rows], f"list-{begin}"
-        if not (tensors := saved.load(stage)):
-            collector.texts, collector.noted = [documents[i] for i in group], {}
-            read_texts(model, collector.texts)
-            saved.save(stage, tensors := collector.noted)
-        for name in sorted({x.rpartition(".")[0] for x in tensors}):
-            of_block = Evidence(*(tensors[f"{name}.{place}"] for place in range(len(Evidence._fields))))
-            evidence[group[int(name.partition(".")[0])]].append(of_block)
-        bar.update(sum(len(documents[i]) for i in group))
-    return evidence
-
-
-def fit_read_out(documents: Sequence[Sequence[Evidence]]) -> tuple[ReadOut, Gains]:
-    """Returns the read-out at which the mean of the losses is at a minimum, and the losses at the columns of the
-    documents.
-
-    Raises ValueError if no column finds an entry.
-    """
-    evidence = [x for parts in documents for x in parts]
     if not evidence:
         raise ValueError("`documents` must have surprising tokens with tokens after them, but the list wrote none.")
     number, dtype = sum(len(x.columns) for x in evidence), evidence[0].log_p.dtype
     entry_weight, gate_weight, _ = (x.to(dtype) for x in ReadOut.cautious())
     with torch.no_grad():
-        features = torch.cat([Found(*x[3:]).read(entry_weight)[0][(x.tokens >= 0).any(-1)] for x in evidence])
+        features = torch.cat([x.found.read(entry_weight)[0][(x.found.tokens >= 0).any(-1)] for x in evidence])
     mean, deviation = features.mean(0), features.std(0, correction=0).clamp(min=0.05)
     # While it is fitted, the gate has features of mean 0 and deviation 1.
     values = [x.requires_grad_() for x in (entry_weight, gate_weight, torch.tensor([START], dtype=dtype))]
@@ -146,9 +113,4 @@ def fit_read_out(documents: Sequence[Sequence[Evidence]]) -> tuple[ReadOut, Gain
         return loss
 
     optimizer.step(closure)
-    with torch.no_grad():
-        fitted, none = ReadOut(*(x.detach() for x in read_out())), torch.zeros(0)
-        of_texts = [[(x.columns, -x.log_p[0], x.losses(fitted)[0]) for x in parts] for parts in documents]
-        empty = [none.long(), none, none]
-        joined = [[torch.cat([*x]) for x in zip(*parts, strict=True)] or empty for parts in of_texts]
-    return fitted, Gains(*map(list, zip(*joined, strict=True)))
+    return ReadOut(*(x.detach() for x in read_out()))
