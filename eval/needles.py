@@ -1,4 +1,4 @@
-"""S-NIAH by small models (table 2 of the paper): a needle in longer texts than those of training."""
+"""S-NIAH and BABILong by small models (table 2 and figure 6 of the paper): in longer texts than those of training."""
 
 from argparse import Namespace
 from functools import partial
@@ -14,6 +14,7 @@ from wonderwords import RandomWord
 
 from eval.common.compared_models import VARIANTS, fit_config
 from eval.common.harness import check_options, make_parser, record_run
+from eval.streaming.babilong import read_stories
 from titans_hf import TitansConfig
 from titans_hf.cli.shared.command_line import run_command
 
@@ -22,40 +23,52 @@ TOLD = " One of the special magic {}s for {} is: "  # the space is a token of it
 ASKED = " The special magic {} for {} mentioned in the provided text is "
 SIZE = dict(vocab_size=4096, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.05)
 TITANS = {"memory_form": "delta", "memory_num_heads": 1, "memory_start": "recall"}
-OTHERS = ("mamba2", "gated-deltanet", "gated-deltanet-start", "mistral")
+OTHERS = {"mamba2": {}, "gated-deltanet": {}, "gated-deltanet-start": {"num_attention_heads": 1}, "mistral": {}}
 TRAINED, NEEDLES, TESTED = (256, 256, 512, 1024), 3, (1024, 2048, 4096, 16384)
 
 
 class Texts:
     """Draws texts with needles: numbers in repeated lines ("pk"), numbers ("n") or two words ("w") in prose. Keys are
-    RULER's nouns, as are the words. A fourth of the nouns is of the test, whose numbers are multiples of 11.
+    RULER's nouns, as are the words. A fourth of the nouns is of the test, whose numbers are multiples of 11. Or hides
+    the facts of a story of bAbI's in prose, in their order ("qa1"); `stories` is the folder of its files.
     """
 
-    def __init__(self, task: str, tokenizer: Any, folder: Path, part: str, seed: int):
+    def __init__(self, task: str, tokenizer: Any, folder: Path, part: str, seed: int, stories: Path | None = None):
         self.is_test, self.random = part == "test", Random(f"{part} {seed}")
         self.encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
         nouns = sorted(RandomWord().filter(include_categories=["nouns"], regex="[a-z]+"))
         self.nouns = [x for i, x in enumerate(nouns) if (i % 4 == 0) == self.is_test]
         self.kind = "word" if task == "w" else "number"
+        self.stories = list(read_stories(stories, task, part)) if task == "qa1" else []
         files = sorted((folder / part).glob("*.txt"))[:8] if task != "pk" else ()
         self.prose = self.encode("".join(x.read_text(encoding="utf-8-sig")[20_000:200_000] for x in files) or LINES)
 
-    def draw(self, length: int, most: int) -> tuple[list[int], list[int]]:
-        """Returns ids of a text and questions about its needles, 1 to `most`, and labels: the answers, else -100."""
-        needles, told, end, labels = self.random.randint(1, most), [], [], []
-        for key in self.random.sample(self.nouns, needles):
+    def needles(self, most: int) -> tuple[list[list[int]], list[int], list[int]]:
+        """Returns ids of 1 to `most` needles, of the questions about them, and labels of these: answers, else -100."""
+        told, end, labels = [], [], []
+        for key in self.random.sample(self.nouns, self.random.randint(1, most)):
             value = 11 * self.random.randrange(10**5, 9 * 10**5) + (not self.is_test) * self.random.randrange(1, 11)
             if self.kind == "word":
                 value = "-".join(self.random.sample(self.nouns, 2))
             question, answer = self.encode(ASKED.format(self.kind, key)), self.encode(f"{value}.")
             told.append(self.encode(TOLD.format(self.kind, key)) + answer)
             end, labels = end + question + answer, labels + [-100] * len(question) + answer
+        return self.random.sample(told, len(told)), end, labels
+
+    def story(self) -> tuple[list[list[int]], list[int], list[int]]:
+        """Returns ids of a story's facts, in their order, of its question, and labels of this as above."""
+        facts, question, answer = self.random.choice(self.stories)
+        asked, label = self.encode(f" {question}"), self.encode(f" {answer}.")
+        return [self.encode(f" {x}") for x in facts], asked + label, [-100] * len(asked) + label
+
+    def draw(self, length: int, most: int) -> tuple[list[int], list[int]]:
+        """Returns ids of a text with its questions, and labels: the answers, else -100."""
+        told, end, labels = self.story() if self.stories else self.needles(most)
         room = length - len(end) - sum(map(len, told))
         first = self.random.randrange(max(1, len(self.prose) - room))
         text = (self.prose[first:] + self.prose * (room // len(self.prose) + 1))[:room]
-        places = sorted((self.random.randrange(room + 1) for _ in told), reverse=True)
-        for place, needle in zip(places, self.random.sample(told, needles), strict=True):
-            text[place:place] = needle
+        for place in sorted((self.random.randrange(room + 1) for _ in told), reverse=True):
+            text[place:place] = told.pop()
         return text + end, [-100] * len(text) + labels
 
 
@@ -84,12 +97,12 @@ def make_keys_of_three_tokens(model: PreTrainedModel) -> None:
         q.copy_(pad(taps, (1, 0))), k.copy_(pad(taps, (0, 1)))
 
 
-def train_and_ask(run: Namespace, tokenizer: Any, folder: Path) -> dict[str, Any]:
+def train_and_ask(run: Namespace, tokenizer: Any, folder: Path, stories: Path | None) -> dict[str, Any]:
     """Trains a model by its answers, then finds the share of single needles of which each token is the likeliest."""
     model = AutoModelForCausalLM.from_config(fit_config(run.model.removesuffix("-start"), 1_000_000, run.settings))
     if (titans := run.model in VARIANTS) or run.model.endswith("-start"):
         make_keys_of_three_tokens(model)
-    texts = Texts(run.data, tokenizer, folder, "train", run.seed)
+    texts = Texts(run.data, tokenizer, folder, "train", run.seed, stories)
     optimizer = torch.optim.AdamW(model.parameters(), run.learning_rate, weight_decay=0.1, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.learning_rate, run.steps, pct_start=0.1)
     for step in range(run.steps):
@@ -102,7 +115,7 @@ def train_and_ask(run: Namespace, tokenizer: Any, folder: Path) -> dict[str, Any
         optimizer.zero_grad()
     result, model = {}, model.eval()
     for length, on in [*((x, True) for x in TESTED), (TESTED[0], False)][: None if titans else -1]:
-        texts = Texts(run.data, tokenizer, folder, "test", run.seed)
+        texts = Texts(run.data, tokenizer, folder, "test", run.seed, stories)
         if titans:
             model.set_memory_learning(on)
         with torch.inference_mode():
@@ -114,19 +127,19 @@ def train_and_ask(run: Namespace, tokenizer: Any, folder: Path) -> dict[str, Any
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__, [*VARIANTS, *OTHERS], batch_size=2048)
-    parser.add_argument("data", choices=("pk", "n", "w"), help="a number in repeated lines or in prose, or two words")
+    parser.add_argument("data", choices=("pk", "n", "w", "qa1"), help="a number in lines, in prose; words; BABILong")
+    parser.add_argument("--stories", type=Path, help="the folder of bAbI's files, with qa1")
     parser.add_argument("--texts", type=Path, default=Path("data/books"), help="folder of train/ and test/")
     parser.add_argument("--steps", type=int, default=600, help="of --batch_size tokens")
     parser.add_argument("--questions", type=int, default=32, help="at each length")
     args, tokenizer = parser.parse_args(argv), AutoTokenizer.from_pretrained("checkpoints/novels-mag")
     changes = check_options(args, TitansConfig(**TITANS), steps=1, questions=1)
     for model, seed in product(args.models, args.seeds):
-        own = {"num_attention_heads": 1} if model == "gated-deltanet-start" else {}
-        settings = SIZE | (TITANS | changes if model in VARIANTS else own)
+        settings = SIZE | OTHERS.get(model, TITANS | changes)
         row = f"{model}-{args.label}" if model in VARIANTS and args.label else model
         run = Namespace(data=args.data, row=row, model=model, settings=settings, seed=seed, learning_rate=4e-3)
         run.batch_size, run.steps, run.questions = args.batch_size, args.steps, args.questions
-        make = partial(train_and_ask, run, tokenizer, args.texts)
+        make = partial(train_and_ask, run, tokenizer, args.texts, args.stories)
         record_run("needles", f"{run.data}: {row}, seed {seed}", run, make, args.output)
 
 

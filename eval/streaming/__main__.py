@@ -44,17 +44,15 @@ REMEMBER = {
     "both": {"memory": ("fast_weights", "list")},
     "start": {"memory": ("fast_weights",), "learning": False},
 }
-OTHERS = {"search": readers.Search, "pasted": readers.Pasted, "tova": readers.Tova}
-METHODS = ("full", *OTHERS, *REMEMBER, "full-fast", "full-both", "full-start")
+OTHERS = {"full": readers.Reader, "search": readers.Search, "pasted": readers.Pasted, "tova": readers.Tova}
+METHODS = (*OTHERS, *REMEMBER, "full-fast", "full-both", "full-start")
 
 
 def make_reader(name: str, args: argparse.Namespace) -> readers.Reader:
     """Loads the model anew, and makes a reader of it."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
-    if name == "full":
-        return readers.Reader(model)
     if name in OTHERS:
-        return OTHERS[name](model, args.window)
+        return OTHERS[name](model, *([] if name == "full" else [args.window]))
     options = REMEMBER[name.removeprefix("full-")]
     if args.adapter and "fast_weights" in options["memory"]:
         options = options | {"adapter": args.adapter}

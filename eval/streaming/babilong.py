@@ -37,11 +37,11 @@ class Story(NamedTuple):
     answer: str
 
 
-def read_stories(folder: Path, task: str) -> Iterator[Story]:
-    """Yields the stories of the test file of qa1, qa2, ... in a folder of bAbI's files."""
-    files = list(folder.glob(f"{task}_*_test.txt"))
+def read_stories(folder: Path, task: str, part: str = "test") -> Iterator[Story]:
+    """Yields the stories of the file of qa1, qa2, ... of a part, "train" or "test", in a folder of bAbI's files."""
+    files = list(folder.glob(f"{task}_*_{part}.txt"))
     if len(files) != 1:
-        raise ValueError(f"--stories {folder} must hold one {task}_*_test.txt, but holds {len(files)}")
+        raise ValueError(f"--stories {folder} must hold one {task}_*_{part}.txt, but holds {len(files)}")
     facts: list[str] = []
     for line in read_text(files[0], "--stories").splitlines():
         number, _, text = line.partition(" ")

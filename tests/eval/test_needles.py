@@ -20,3 +20,14 @@ def test_answers_stand_in_the_text_and_are_another_partss(part, task, tmp_path):
             assert text.count(f" {answer}.") == 2 and f": {answer}." in text
             found = {x not in trained.nouns if task == "w" else int(x) % 11 == 0 for x in answer.split("-")}
             assert found == {part == "test"}
+
+
+def test_facts_of_a_story_stay_in_order(tmp_path):
+    """BABILong's facts stand in the prose in the story's order, the question last; the answer is labelled."""
+    story = "1 Mary went to the hall.\n2 John went to the den.\n3 Where is Mary? \thall\t1\n"
+    (tmp_path / "qa1_x_train.txt").write_text(story)
+    tokenizer = byte_tokenizer()
+    ids, labels = needles.Texts("qa1", tokenizer, tmp_path, "train", 0, tmp_path).draw(400, 3)
+    text = tokenizer.decode(ids)
+    assert text.index("Mary went") < text.index("John went") and text.endswith(" Where is Mary? hall.")
+    assert tokenizer.decode([x for x in labels if x >= 0]) == " hall." and len(ids) == len(labels) == 400
