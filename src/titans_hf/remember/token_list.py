@@ -114,21 +114,16 @@ class TokenList:
             check_tensor(f"list.{name}", x, form.shape, FLOATS)
 
     def initial_state(self, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Returns the state before the first token.
-
-        list.keys (R, N, K) int8; list.tokens (R, N) int32, list.contexts (R, N, 2) int32, the latest token first, -1
-        where there is none; list.losses (R, N); list.recent (R, 2) int32, the last tokens, the latest first; list.key
-        (R, K), the last token's k; list.logits (R, V), the model's own after the last token.
-        """
+        """Returns the state before the first token, tensors (R, ...) by name; -1 stands where there is no token."""
         entries, size = self.entries, self.projection.shape[1]
         forms = {  # number, dtype and sizes after R
             "list.keys": (0, torch.int8, entries, size),
             "list.tokens": (-1, torch.int32, entries),
-            "list.contexts": (-1, torch.int32, entries, CONTEXT),
+            "list.contexts": (-1, torch.int32, entries, CONTEXT),  # the latest token first
             "list.losses": (0, torch.float32, entries),
-            "list.recent": (-1, torch.int32, CONTEXT),
-            "list.key": (0, torch.promote_types(dtype, torch.float32), size),
-            "list.logits": (0, dtype, vocabulary),
+            "list.recent": (-1, torch.int32, CONTEXT),  # the last tokens, the latest first
+            "list.key": (0, torch.promote_types(dtype, torch.float32), size),  # the last token's k
+            "list.logits": (0, dtype, vocabulary),  # the model's own after the last token
         }
         return {x: torch.full((rows, *sizes), n, dtype=of, device=device) for x, (n, of, *sizes) in forms.items()}
 
@@ -143,9 +138,8 @@ class TokenList:
         """Returns the mixed logits (R, num_kept, V) of the last tokens of a call, and the state after it.
 
         tokens (R, T) int64: x, all real. y (R, T, D). logits (R, T, V): the model's. learns (R, T) bool: which may be
-        written. seen (R,) int64: tokens of each row that were read before.
-
-        Raises ValueError for a state of another vocabulary, such as before tokens were added to the model.
+        written. seen (R,) int64: tokens of each row that were read before. Raises ValueError for a state from before
+        tokens were added to the model.
         """
         device, length, kept = logits.device, tokens.shape[1], []
         before, now = state["list.logits"].shape[-1], logits.shape[-1]
