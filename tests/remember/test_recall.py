@@ -188,18 +188,20 @@ def test_a_row_that_has_read_nothing(model):
     close(found[1:], read(model, TOKENS[1:2, 50:80], MemoryCache(model), recall=True))
 
 
-@pytest.mark.parametrize("begins_at_the_recall", [False, True])
-def test_crop(model, begins_at_the_recall):
+@pytest.mark.parametrize("recorded_from", [0, 50, 60])
+def test_crop(model, recorded_from):
     """Columns cropped after a recall, or across the next one, leave no trace in what sees the passage."""
     ids = TOKENS[:1]
     for kept in (55, 65, 70):
         cache, expected = MemoryCache(model), MemoryCache(model)
-        if not begins_at_the_recall:
+        if recorded_from == 0:
             cache.activate_past_recording()
         for x in (cache, expected):
             read(model, ids[:, :50], x)
-        cache.activate_past_recording()
+        if recorded_from == 50:
+            cache.activate_past_recording()
         read(model, ids[:, 50:60], cache, recall=True)
+        cache.activate_past_recording()
         read(model, ids[:, 60:70], cache)
         read(model, ids[:, 50:kept], expected, recall=True)
         if kept == 70:

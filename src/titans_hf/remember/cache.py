@@ -381,7 +381,8 @@ class MemoryCache(Cache):
         before.num_columns -= 0 if self.unread is None else self.unread.ids.shape[1]
         before.recorded = before.unread = None
         before.end_recall()
-        self.recorded.append(Recorded(before, columns))
+        recalls = self.since_recall is not None and not columns.recalls.any()  # else where they say
+        self.recorded.append(Recorded(before, columns, recalls))
 
     @property
     def is_ahead(self) -> bool:
