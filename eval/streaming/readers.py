@@ -104,8 +104,7 @@ class Tova(Reader):
             self.start += len(piece)
             output = self.model(piece[None], position_ids=places, cache=self.cache, output_attentions=True)
             for layer, weights in zip(self.cache.layers, output.attentions, strict=True):
-                mean = weights[0, :, -1].mean(0)
-                kept = mean.topk(min(self.window, len(mean))).indices.sort().values
+                kept = weights[0, :, -1].mean(0).topk(min(self.window, weights.shape[-1])).indices.sort().values
                 layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
             logits.append(output.logits[0])
         return torch.cat(logits).float().log_softmax(-1)

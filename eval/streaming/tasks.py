@@ -52,9 +52,8 @@ def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
         return tasks
     fillers = [tokenizer.decode(texts[name]) for name in names]
     if args.task == "told":
-        pairs = list(zip(names, fillers, strict=True))[: args.number]
-        seeds = [f"{args.data} {i} {args.seed}" for i in range(len(pairs))]
-        return [Task(f"{name}, told", chat=(seed, x)) for seed, (name, x) in zip(seeds, pairs, strict=True)]
+        told = [(f"{args.data} {i} {args.seed}", x) for i, x in enumerate(fillers)]
+        return [Task(f"{name}, told", chat=x) for name, x in zip(names, told, strict=True)][: args.number]
     if args.task == "chat":
         chats = zip(range(len(chat.CHATS)), cycle(fillers), strict=False)
         return [Task(f"chat {i}", chat=(i, filler)) for i, filler in chats]

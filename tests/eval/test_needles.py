@@ -6,8 +6,7 @@ from eval import needles
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 
-@pytest.mark.parametrize("task", ["pk", "w"])
-@pytest.mark.parametrize("part", ["train", "test"])
+@pytest.mark.parametrize(("task", "part"), [("pk", "train"), ("pk", "test"), ("w", "train"), ("w", "test")])
 def test_answers_stand_in_the_text_and_are_another_partss(part, task, tmp_path):
     """Labels are the answers alone, each told before its question; numbers and words of the test are not trained on."""
     tokenizer = byte_tokenizer()
@@ -24,8 +23,9 @@ def test_answers_stand_in_the_text_and_are_another_partss(part, task, tmp_path):
 
 def test_facts_of_a_story_stay_in_order(tmp_path):
     """BABILong's facts stand in the prose in the story's order, the question last; the answer is labelled."""
-    story = "1 Mary went to the hall.\n2 John went to the den.\n3 Where is Mary? \thall\t1\n"
-    (tmp_path / "qa1_x_train.txt").write_text(story)
+    (tmp_path / "qa1_x_train.txt").write_text(
+        "1 Mary went to the hall.\n2 John went to the den.\n3 Where is Mary? \thall\t1"
+    )
     tokenizer = byte_tokenizer()
     ids, labels = needles.Texts("qa1", tokenizer, tmp_path, "train", 0, tmp_path).draw(400, 3)
     text = tokenizer.decode(ids)

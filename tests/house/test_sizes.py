@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LINES = {"*.py": 28_500, "tests/*.py": 11_965}
+LINES = {"*.py": 28_500, "tests/*.py": 11_970}
 RECORDS = 43  # classes of src/titans_hf that only hold fields
 WORDS = {"README.md": 400, "docs/results.md": 1_600, "docs/dev/log.md": 8_500}  # bars of tables not counted
 

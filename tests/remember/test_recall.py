@@ -181,11 +181,15 @@ def test_no_trace(family, tmp_path):
 
 
 def test_a_row_that_has_read_nothing(model):
-    """It recalls as a text that begins with a recall: no passage, and nothing is learned before it is read plainly."""
+    """It recalls no passage, and learns when it is read plainly; so does one that is reset beside one that recalls."""
     cache, mask = MemoryCache(model), torch.tensor([[1], [0]]).expand(2, 50)
     read(model, TOKENS[:2, :50], cache, attention_mask=mask)
     found = read(model, TOKENS[:2, 50:80], cache, recall=True)
     close(found[1:], read(model, TOKENS[1:2, 50:80], MemoryCache(model), recall=True))
+    expected = read(model, TOKENS[:2, 80:], copy.copy(cache))
+    cache.reset_rows(model, torch.tensor([1]))
+    begun = read(model, TOKENS[1:2, 80:], MemoryCache(model), recall=True)
+    close(read(model, TOKENS[:2, 80:], cache), torch.cat([expected[:1], begun]))
 
 
 @pytest.mark.parametrize("recorded_from", [0, 50, 60])
@@ -194,14 +198,12 @@ def test_crop(model, recorded_from):
     ids = TOKENS[:1]
     for kept in (55, 65, 70):
         cache, expected = MemoryCache(model), MemoryCache(model)
-        if recorded_from == 0:
-            cache.activate_past_recording()
-        for x in (cache, expected):
-            read(model, ids[:, :50], x)
-        if recorded_from == 50:
-            cache.activate_past_recording()
-        read(model, ids[:, 50:60], cache, recall=True)
+        for begin, end in ((0, 50), (50, 60)):
+            if begin == recorded_from:
+                cache.activate_past_recording()
+            read(model, ids[:, begin:end], cache, recall=begin == 50 or None)
         cache.activate_past_recording()
+        read(model, ids[:, :50], expected)
         read(model, ids[:, 60:70], cache)
         read(model, ids[:, 50:kept], expected, recall=True)
         if kept == 70:

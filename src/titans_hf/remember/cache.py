@@ -270,16 +270,19 @@ class MemoryCache(Cache):
         self.restart_recording()
 
     def reset_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
-        """Lets some rows (I,) int64 begin a new text with an empty memory. A cache that records can be cropped from
-        here on.
+        """Lets some rows (I,) int64 begin a new text with an empty memory, in the branch of others that see a passage
+        without one. A cache that records can be cropped from here on.
         """
-        self.read_unread(model)
         if len(self.seen):
             self.clear_rows(model, rows)
+            if self.branch is not None:
+                self.branch.clear_rows(model, rows)
+            if self.unread is not None:
+                self.unread = self.unread._replace(real=self.unread.real.index_fill(0, rows, False))
             self.restart_recording()
 
     def clear_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
-        """Empties the memory of some rows (I,) int64, of a cache without unread columns."""
+        """Empties the memory of some rows (I,) int64, but for columns to be read again."""
         new = self.take(rows)
         new.seen = new.steps = torch.zeros(len(rows), dtype=torch.int64)
         new.state = self.memory.initial_state(model, len(rows), self.device)
@@ -374,14 +377,14 @@ class MemoryCache(Cache):
         if self.recorded is not None:
             self.recorded = []
             if len(self.seen):
-                self._note_state(CallColumns.none(len(self.seen)) if self.unread is None else self.unread)
+                columns = CallColumns.none(len(self.seen)) if self.unread is None else self.unread
+                self._note_state(columns, self.since_recall is not None and not columns.recalls.any())
 
-    def _note_state(self, columns: CallColumns) -> None:
+    def _note_state(self, columns: CallColumns, recalls: bool = False) -> None:
         before = copy.copy(self)
         before.num_columns -= 0 if self.unread is None else self.unread.ids.shape[1]
         before.recorded = before.unread = None
         before.end_recall()
-        recalls = self.since_recall is not None and not columns.recalls.any()  # else where they say
         self.recorded.append(Recorded(before, columns, recalls))
 
     @property
