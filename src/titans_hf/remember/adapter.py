@@ -81,7 +81,7 @@ def save_adapter(
     push_to_hub: str | None = None,
     **options: Any,
 ) -> None:
-    """Writes the adapter of a model with a memory, and the tokenizer with its chat template.
+    """Writes the adapter of a model with a memory, of which passages are no part, and the tokenizer with its template.
 
     Args:
         model: a model with `remember`.

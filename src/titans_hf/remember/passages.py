@@ -10,7 +10,7 @@ best score is chosen. Scores are whole numbers: neither a batch, nor a cut, nor 
 In a chat a prompt ends with the header of the answer. The header asks for nothing, and the newest turn has it too: the
 query is what stands before it.
 
-Sources: idf as in BM25 (Robertson and Zaragoza 2009). Settings were chosen on the texts of the log's entry.
+Source: idf as in BM25 (Robertson and Zaragoza 2009). `block`, `after`, `copies`: chosen on validation texts (log).
 Shapes: R rows, N tokens of a text.
 """
 
