@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LINES = {"*.py": 28_500, "tests/*.py": 11_970}
 RECORDS = 43  # classes of src/titans_hf that only hold fields
-WORDS = {"README.md": 400, "docs/results.md": 1_600, "docs/dev/log.md": 8_500}  # bars of tables not counted
+WORDS = {"README.md": 400, "docs/results.md": 1_750, "docs/dev/log.md": 8_500}  # bars of tables not counted
 
 
 def test_python_and_pages_keep_their_sizes():
