@@ -128,7 +128,7 @@ def train_and_ask(run: Namespace, tokenizer: Any, folder: Path, stories: Path | 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__, [*VARIANTS, *OTHERS], batch_size=2048)
     parser.add_argument("data", choices=("pk", "n", "w", "qa1"), help="a number in lines, in prose; words; BABILong")
-    parser.add_argument("--stories", type=Path, help="the folder of bAbI's files, with qa1")
+    parser.add_argument("--stories", type=Path, default=Path("data/babi/en-10k"), help="bAbI's files, for qa1")
     parser.add_argument("--texts", type=Path, default=Path("data/books"), help="folder of train/ and test/")
     parser.add_argument("--steps", type=int, default=600, help="of --batch_size tokens")
     parser.add_argument("--questions", type=int, default=32, help="at each length")

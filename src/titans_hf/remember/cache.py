@@ -270,8 +270,8 @@ class MemoryCache(Cache):
         self.restart_recording()
 
     def reset_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
-        """Lets some rows (I,) int64 begin a new text with an empty memory, in the branch of others that see a passage
-        without one. A cache that records can be cropped from here on.
+        """Lets some rows (I,) int64 begin a new text with an empty memory. Beside rows that see a passage they see
+        none, and learn when the recall ends. A cache that records can be cropped from here on.
         """
         if len(self.seen):
             self.clear_rows(model, rows)
