@@ -52,7 +52,7 @@ def make_reader(name: str, args: argparse.Namespace) -> readers.Reader:
     """Loads the model anew, and makes a reader of it."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     if name in OTHERS:
-        return OTHERS[name](model, *([] if name == "full" else [args.window]))
+        return readers.Reader(model) if name == "full" else OTHERS[name](model, args.window)
     options = REMEMBER[name.removeprefix("full-")]
     if args.adapter and "fast_weights" in options["memory"]:
         options = options | {"adapter": args.adapter}
