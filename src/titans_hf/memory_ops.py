@@ -23,13 +23,7 @@ from transformers.utils import logging
 from .memory_chunk import GroupFunctions, GroupStates, group_forward, unstack, with_anchor
 from .memory_chunk_backward import group_backward, with_anchor_backward
 from .memory_graphs import RECORDINGS, Recorded
-from .memory_network import (
-    UpdateRule,
-    gradient_factors,
-    layer_inputs,
-    read,
-    token_surprise,
-)
+from .memory_network import UpdateRule, gradient_factors, layer_inputs, read, token_surprise
 from .memory_state import (
     Gates,
     MemorizeOutput,

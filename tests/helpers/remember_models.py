@@ -1,7 +1,5 @@
 """Small models with `remember`, in float64."""
 
-import random
-
 import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -64,13 +62,3 @@ def remembering(window=12, memory=("fast_weights", "list"), **fields):
     model = small_model(**fields)
     parts = {"passages": SETTINGS, "fast_weights": small_fast_weights(model), "token_list": small_list()}
     return remember(model, window, memory, **parts)
-
-
-def ragged_call(choose: random.Random, tokens: torch.Tensor, rows: list[int], places: list[int], length: int) -> tuple:
-    """Returns ids and mask (R, length) of the next tokens of texts (N, T) from places on, with padding anywhere."""
-    end = tokens.shape[1]
-    mask = torch.tensor([[choose.random() < 0.8 for _ in range(length)] for _ in rows]).long()
-    counts = mask.cumsum(1) - 1
-    ids = [tokens[r, (p + c).clamp(0, end - 1)] for r, p, c in zip(rows, places, counts, strict=True)]
-    mask = mask * torch.stack([p + c < end for p, c in zip(places, counts, strict=True)]).long()
-    return torch.stack(ids) * mask, mask

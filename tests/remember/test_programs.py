@@ -1,6 +1,5 @@
 """`remember` inside of other people's programs: threads, trainers, PEFT, accelerate, torch.compile."""
 
-import copy
 import inspect
 
 import families
@@ -83,17 +82,6 @@ def test_token_types():
     model = remembering()
     with torch.no_grad():
         assert model(TOKENS, token_type_ids=torch.zeros_like(TOKENS)).logits.equal(model(TOKENS).logits)
-
-
-@torch.no_grad()
-def test_a_row_that_has_read_nothing_joins():
-    """The states of recurrent layers stay."""
-    model = remember(families.small_model("qwen3_next"), 6, ("fast_weights",))
-    cache = model(TOKENS[:1, :6]).cache
-    alone = model(TOKENS[:1, 6:9], cache=copy.copy(cache)).logits
-    empty = model(TOKENS[:1, :4], attention_mask=torch.zeros(1, 4)).cache
-    cache.append_rows(empty)
-    assert_close(model(TOKENS[:2, 6:9], cache=cache).logits[:1], alone, atol=1e-6, rtol=0)
 
 
 def test_a_single_token_has_a_gradient():

@@ -166,6 +166,7 @@ class MemoryCache(Cache):
         """Saves the memory in a folder, atomically. See `files.save`."""
         plain = copy.copy(self)
         plain.read_unread(model)
+        plain._drop_empty_columns()
         files.save(plain, folder, model_fingerprint or files.memory_fingerprint(model))
         self.seen_in_folders = plain.seen_in_folders
 
@@ -206,8 +207,11 @@ class MemoryCache(Cache):
         return new
 
     def end_recall(self) -> None:
-        """Lets the text go on without passages in sight."""
+        """Lets the text go on without passages in sight, also where it is cropped."""
         self.branch = self.since_recall = None
+        for i, x in enumerate(self.recorded or ()):
+            plain = x.columns._replace(recalls=torch.zeros_like(x.columns.recalls))
+            self.recorded[i] = x._replace(columns=plain, recalls=False)
 
     def take(self, rows: Tensor) -> "MemoryCache":
         """Returns the cache of some rows (I,) int64."""
@@ -430,12 +434,10 @@ class MemoryCache(Cache):
             raise ValueError(f"`tokens_to_remove` must be at least -{most}, by the recorded columns, got {-number}.")
         first = self.recorded[0].cache.num_columns
         columns = functools.reduce(CallColumns.join, (x.columns for x in self.recorded)).at(0, end - first)
-        recall = None
-        if self.since_recall is not None:  # the last one stays in force: it is made again, from before it
-            points = (first + 1 + columns.recalls.any(0).nonzero()[:, 0]).tolist()
-            points += [x.cache.num_columns for x in self.recorded if x.recalls and x.cache.num_columns <= end]
-            recall = max(points, default=None)
-            fitting = [i for i in fitting if recall is None or self.recorded[i].cache.num_columns <= recall]
+        points = (first + 1 + columns.recalls.any(0).nonzero()[:, 0]).tolist()
+        points += [x.cache.num_columns for x in self.recorded if x.recalls and x.cache.num_columns <= end]
+        recall = max(points, default=None)  # the last one stays in force: it is made again, from before it
+        fitting = [i for i in fitting if recall is None or self.recorded[i].cache.num_columns <= recall]
         recorded = self.recorded[: fitting[-1] + 1]
         kept = recorded[-1].cache
         columns = columns.at(kept.num_columns - first, end - first)
