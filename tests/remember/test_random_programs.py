@@ -26,23 +26,25 @@ def recalling(family: str, window: int | None = 12, memory: tuple[str, ...] = PA
 class Program:
     """A cache, and the columns that each row has read since its reset: (id, whether a document starts there, whether
     learning is on, `recall` before it, logits), where id is None at padding; waiting: `recall` before the next column
-    of each row; num_removable: columns since recording began; ended: columns before the last recall that was ended."""
+    of each row; num_removable: columns since recording began, of which `sure` are recorded; ended: columns before the
+    last recall that was ended."""
 
     def __init__(self, model, seed: int, folder):
         self.model, self.random, self.folder = model, random.Random(seed), folder
         self.cache, self.rows, self.waiting = MemoryCache(model), [[], [], []], [None] * 3
-        self.num_removable, self.ended, self.lengths = 0, 0, [0, 1, 1, 3, 8, 16, 30]
+        self.num_removable, self.sure, self.ended, self.lengths = 0, 0, 0, [0, 1, 1, 3, 8, 16, 30]
 
     def run(self) -> None:
         """Runs operations of all kinds, or short reads and crops."""
-        names = "reset reorder select repeat append branch record crop file".split()
+        names = "reset reorder select repeat append branch record start crop file".split()
         if self.random.random() < 0.5:
             self.read(30)
             self.read(20)
             self.record()
             names, self.lengths = "reorder repeat branch crop crop crop crop crop".split(), [0, 1, 2, 3, 5, 8]
         for _ in range(NUM_OPERATIONS):
-            self.read()
+            if self.random.random() < 0.8:
+                self.read()
             operation = self.random.choice(names)
             print(operation, [len(x) for x in self.rows], self.num_removable, self.cache.since_recall)  # if it fails
             getattr(self, operation)()
@@ -65,7 +67,7 @@ class Program:
         self.ended = self.cache.num_columns if recall is False else self.ended
         with torch.no_grad():
             given = {"attention_mask": mask.long(), "position_ids": 1 - starts.long(), "recall": recall}
-            logits = self.model(ids, cache=self.cache, **given).logits
+            logits = self.model(self.random.choice([ids, ids.int()]), cache=self.cache, **given).logits
         for i, row in enumerate(self.rows):
             mark = self.waiting[i] if recall is None else recall
             for column in range(shape[1]):
@@ -74,6 +76,7 @@ class Program:
                 mark = None
             self.waiting[i] = mark
         self.num_removable += shape[1]
+        self.sure = max(shape[1], min(2 * self.model.memory.chunk, self.sure + shape[1]))
 
     @torch.no_grad()
     def check(self, rows: list[list]) -> None:
@@ -128,6 +131,10 @@ class Program:
             other.rows, other.waiting = [[]], [None]
             while other.cache.batch_size < 1 or (other.cache.since_recall is not None) != lasts:
                 other.read()
+            if lasts and self.cache.branch is None:
+                with pytest.raises(ValueError, match="read a token after `crop`"):
+                    self.cache.append_rows(other.cache)
+                return
             self.cache.append_rows(other.cache)
             self.rows, self.waiting = [*self.rows, *other.rows], [*self.waiting, *other.waiting]
             self.num_removable = 0
@@ -143,10 +150,16 @@ class Program:
         self.num_removable = self.num_removable if self.cache.is_croppable else 0
         self.cache.activate_past_recording()
 
+    def start(self) -> None:
+        """Lets a prompt begin earlier than what was read."""
+        self.cache.start_prompt(self.cache.num_columns + self.random.choice([0, 7]))
+        self.num_removable = 0
+
     def crop(self) -> None:
         """Removes columns, and the recalls among them. A recall that was ended stays so."""
         if self.cache.recorded:
             most = min(self.num_removable, self.cache.num_columns - self.cache.recorded[0].cache.num_columns)
+            assert most >= min(self.sure, self.num_removable)
             removed = self.random.randint(0, most)
             lasted, end = self.cache.since_recall is not None, self.cache.num_columns - removed
             lasted, self.ended = lasted and end >= self.ended, min(end, self.ended)
@@ -154,7 +167,7 @@ class Program:
             for i, row in enumerate(self.rows if removed else ()):
                 self.waiting[i] = row[-removed][3] if lasted else False
                 del row[-removed:]
-            self.num_removable -= removed
+            self.num_removable, self.sure = self.num_removable - removed, max(0, self.sure - removed)
 
     def file(self) -> None:
         """Goes on with a saved memory, in which no passage is in sight."""

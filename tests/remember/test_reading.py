@@ -67,16 +67,6 @@ def test_the_share_of_the_start_is_bounded():
     assert ((share == -1) | (share == 2)).all() and all(x.isfinite().all() for x in cache.state.values())
 
 
-def test_calls_of_few_tokens(model):
-    """A call of padding alone, one of no column, one of int32 ids: each is read as if it were not there."""
-    cache = MemoryCache(model)
-    padding = whole(model, TOKENS[:2, :5], attention_mask=torch.zeros(2, 5, dtype=torch.int64), cache=cache)
-    nothing = whole(model, TOKENS[:2, :0], cache=cache)
-    logits = whole(model, TOKENS[:2, :40].int(), cache=cache)
-    assert padding.shape == (2, 5, 53) and not padding.any() and nothing.shape == (2, 0, 53)
-    close(logits, whole(model, TOKENS[:2, :40]))
-
-
 def test_a_chunk_is_read_whole_once(monkeypatch):
     """A call that ends a chunk computes the chunk's tokens in one pass, also those that were read before."""
     model, lengths = remembering(None), []
@@ -127,21 +117,6 @@ def test_what_does_not_fit(model):
         resized.resize_token_embeddings(60)
         with pytest.raises(ValueError, match="made for 53 tokens, and the model has 60"):
             resized(TOKENS[:2, :5], cache=cache)
-
-
-@pytest.mark.parametrize("removed", [1, 3, 8, 15])
-@pytest.mark.parametrize("read", [17, 24, 25, 45])
-def test_crop(model, read, removed):
-    """Columns that were removed leave no trace; those of the last full chunk and of the last call can be removed."""
-    cache, end = MemoryCache(model), read - removed
-    ids = torch.cat([TOKENS[:2, :end], TOKENS[2:, end:60]], 1)
-    cache.activate_past_recording()
-    for x in TOKENS[:2, :read].split(5, 1):
-        whole(model, x, cache=cache)
-    cache.crop(-1)
-    cache.crop(1 - removed)
-    assert cache.get_seq_length() == end
-    close(whole(model, ids[:, end:], cache=cache), whole(model, ids)[:, end:])
 
 
 def test_generation(model):

@@ -166,17 +166,16 @@ def test_no_trace(family):
         close(cache.state[name], x, atol=1e-10)
 
 
-def test_crop_between_recalls(model):
-    """A recall that was ended stays so where the next one is cropped; one before it is not in sight again."""
-    cache, expected = MemoryCache(model), MemoryCache(model)
-    cache.activate_past_recording()
-    for begin, end, recalls in ((0, 50, None), (50, 55, True), (55, 60, False), (60, 65, True)):
-        read(model, TOKENS[:1, begin:end], cache, recall=recalls)
-    cache.crop(-8)
-    read(model, TOKENS[:1, :50], expected)
-    read(model, TOKENS[:1, 50:55], expected, recall=True)
-    read(model, TOKENS[:1, 55:57], expected, recall=False)
-    close(read(model, TOKENS[:1, 57:80], cache), read(model, TOKENS[:1, 57:80], expected))
+def test_a_gradient_after_a_recall(model):
+    """It does not depend on another row's padding."""
+
+    def gradient(rows: int) -> torch.Tensor:
+        cache, mask = MemoryCache(model), torch.tensor([[1] * 12, [0] * 5 + [1] * 7])[:rows]
+        read(model, TOKENS[:rows, :50], cache)
+        logits = model(TOKENS[:rows, 50:62], attention_mask=mask, cache=cache, recall=True).logits[0]
+        return torch.autograd.grad(logits.square().sum(), model.model.layers[0].self_attn.k_proj.weight)[0]
+
+    close(gradient(2), gradient(1))
 
 
 def test_a_call_that_fails(model):

@@ -297,6 +297,8 @@ class RememberingModel(EndedRowsMixin):
         """Gives `generate()` a `MemoryCache`: Transformers would make a cache by the configuration."""
         if isinstance(model_kwargs.get("cache"), MemoryCache):
             check_prompt(generation_config, model_kwargs, generation_mode)
+        elif generation_config.use_cache is False and generation_config.guidance_scale not in (None, 1):
+            raise ValueError("`use_cache` must be True with `guidance_scale`, for a model with a memory, got False.")
         elif model_kwargs.get("cache") is None and generation_config.use_cache is not False:
             if generation_config.cache_implementation is not None:
                 kind = generation_config.cache_implementation

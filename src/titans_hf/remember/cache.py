@@ -108,7 +108,9 @@ class MemoryCache(Cache):
         """Lets `generate()` expect a prompt that begins with the last `num_read` tokens read. With 0, the prompt has
         only the tokens to read next.
         """
-        self.num_columns = max(self.num_columns, num_read)
+        if num_read > self.num_columns:
+            self.num_columns = num_read
+            self.restart_recording()
         self.first_column = self.num_columns - num_read
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -209,9 +211,10 @@ class MemoryCache(Cache):
     def end_recall(self) -> None:
         """Lets the text go on without passages in sight, also where it is cropped."""
         self.branch = self.since_recall = None
+        plain = lambda x: x._replace(recalls=torch.zeros_like(x.recalls))  # noqa: E731
+        self.unread = None if self.unread is None else plain(self.unread)
         for i, x in enumerate(self.recorded or ()):
-            plain = x.columns._replace(recalls=torch.zeros_like(x.columns.recalls))
-            self.recorded[i] = x._replace(columns=plain, recalls=False)
+            self.recorded[i] = x._replace(columns=plain(x.columns), recalls=False)
 
     def take(self, rows: Tensor) -> "MemoryCache":
         """Returns the cache of some rows (I,) int64."""
@@ -252,15 +255,21 @@ class MemoryCache(Cache):
         """Appends the rows of another cache of the same model. Both must have read something. A cache that records can
         be cropped from here on. If only one of the caches sees passages, the other's rows go on in its branch, without
         a passage.
+
+        Raises ValueError in a recall that `crop` has to make again, and where it could not: if the cache records, and
+        only one of the two sees passages.
         """
-        number = len(other.seen)
-        branches = [x.branch for x in (self, other)]
-        if self.since_recall is not None or other.since_recall is not None:
-            since = [x.since_recall for x in (self, other)]
-            since = [torch.zeros_like(x.seen) if y is None else y for x, y in zip((self, other), since, strict=True)]
-            branches = [x.as_branch() if x.branch is None else copy.copy(x.branch) for x in (self, other)]
+        number, both = len(other.seen), (self, other)
+        since, branches = [x.since_recall for x in both], [x.branch for x in both]
+        sees, is_cropped = [x is not None for x in since], [y is None for y in branches]
+        is_mixed = any(sees) and not all(sees)
+        if any(x and y for x, y in zip(sees, is_cropped, strict=True)) or (is_mixed and self.recorded is not None):
+            raise ValueError("`append_rows` in a recall: read a token after `crop`; record no plain rows beside it.")
+        if any(sees):
+            since = [torch.zeros_like(x.seen) if y is None else y for x, y in zip(both, since, strict=True)]
+            branches = [x.as_branch() if x.branch is None else copy.copy(x.branch) for x in both]
             branches[0].append_rows(branches[1])
-        unread = [CallColumns.none(len(x.seen)) if x.unread is None else x.unread for x in (self, other)]
+        unread = [CallColumns.none(len(x.seen)) if x.unread is None else x.unread for x in both]
         self.unread = self.branch = self.since_recall = None
         self._become(lambda x: torch.cat([x, x[:1].expand(number, *x.shape[1:])]))
         self.put(torch.arange(len(self.seen) - number, len(self.seen)), other)

@@ -63,7 +63,7 @@ def _read_part(
     else:
         if cache.memory.fast_weights is not None and bool((part.starts & part.learning).any()):
             raise ValueError("A document that begins after a recall would not be learned: call with `recall=False`.")
-        logits, *others = reading.read(model, branch_of(model, cache), part.quiet(), num_kept, arguments)
+        logits, *others = reading.read_in_training(model, branch_of(model, cache), part.quiet(), num_kept, arguments)
         cache.note_unread(part)
     rows = part.recalls[:, -1:].any(1).nonzero()[:, 0]
     if len(rows):
