@@ -1,6 +1,5 @@
 """Random programs of cache operations, and threads that generate: every row equals a plain forward pass of it alone."""
 
-import copy
 import itertools
 import random
 import threading
@@ -8,16 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from cache_programs import MAX_ROWS, RowOperations
 from common import FORMS, PAPER, VARIANTS, assert_same, full_logits, make_ids, make_model, read
 
 from titans_hf import TitansCache
 
-NUM_OPERATIONS, MAX_ROWS = 14, 4
+NUM_OPERATIONS = 14
 SEEDS = [(), *[pytest.mark.slow] * 2, *[pytest.mark.long] * 9]
 CHANGES = {"": {}, "+delta": FORMS["delta"], "+paper": PAPER}
 
 
-class Program:
+class Program(RowOperations):
     """A cache and the columns it should have read: per row since its reset, (id, starts a document, is learned), or
     None at padding; and of these the number that crop() can remove, unless it removed some since the last read."""
 
@@ -119,25 +119,10 @@ class Program:
             self.cache.reset(torch.tensor(rows))
             self.rows = [[] if reset else row for row, reset in zip(self.rows, rows, strict=True)]
 
-    def take(self, index: list[int]) -> None:
-        self.rows = [list(self.rows[i]) for i in index]
-
-    def reorder(self) -> None:
-        index = [self.random.randrange(len(self.rows)) for _ in self.rows]
-        self.cache.reorder_cache(torch.tensor(index))
-        self.take(index)
-
-    def select(self) -> None:
-        index = sorted(self.random.sample(range(len(self.rows)), self.random.randint(1, len(self.rows))))
+    def selection(self, index: list[int]) -> torch.Tensor:
         mask = torch.zeros(len(self.rows), dtype=torch.bool)
         mask[index] = True
-        self.cache.batch_select_indices(self.random.choice([mask, torch.tensor(index)]))
-        self.take(index)
-
-    def repeat(self) -> None:
-        if 2 * len(self.rows) <= MAX_ROWS:
-            self.cache.batch_repeat_interleave(2)
-            self.take([i for i in range(len(self.rows)) for _ in range(2)])
+        return self.random.choice([mask, torch.tensor(index)])
 
     def append(self) -> None:
         """Appends a row that has read some tokens alone, where nothing can be undone."""
@@ -148,13 +133,6 @@ class Program:
                 self.model(ids, cache=other)
             self.cache.append_rows(other)
             self.rows.append([(int(token), False, self.model.memory_learning) for token in ids[0]])
-
-    def branch(self) -> None:
-        """Continues with a copy, after the original has read other tokens."""
-        branch = self.random.choice([copy.copy, copy.deepcopy])(self.cache)
-        with torch.no_grad():
-            self.model(make_ids(len(self.rows), 5), cache=self.cache)
-        self.cache = branch
 
     def record(self) -> None:
         """Starts recording, or stops it, which a crop postpones to the next token."""

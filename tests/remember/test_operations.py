@@ -1,17 +1,17 @@
 """Random programs of operations on the cache of `remember`: every row reads as it does alone."""
 
-import copy
 import random
 
 import families
 import pytest
 import torch
+from cache_programs import MAX_ROWS, RowOperations
 from remember_models import SETTINGS, close, remembering
 
 from titans_hf.remember import MemoryCache, reading, remember
 from titans_hf.remember.parts import PARTS
 
-NUM_OPERATIONS, MAX_ROWS = 24, 4
+NUM_OPERATIONS = 24
 SEEDS = [(), (), *[pytest.mark.slow] * 4, *[pytest.mark.long] * 60]
 
 
@@ -23,7 +23,7 @@ def recalling(family: str, window: int | None = 12, memory: tuple[str, ...] = PA
     return remember(model, window, memory, passages=SETTINGS, fast_weights=fast, token_list=chosen)
 
 
-class Program:
+class Program(RowOperations):
     """A cache, and the columns that each row has read since its reset: (id, whether a document starts there, whether
     learning is on, `recall` before it, logits), where id is None at padding; waiting: `recall` before the next column
     of each row; num_removable: columns since recording began, of which `sure` are recorded; ended: columns before the
@@ -107,22 +107,8 @@ class Program:
         self.num_removable = 0
 
     def take(self, index: list[int]) -> None:
-        self.rows, self.waiting = [list(self.rows[i]) for i in index], [self.waiting[i] for i in index]
-
-    def reorder(self) -> None:
-        index = [self.random.randrange(len(self.rows)) for _ in self.rows]
-        self.cache.reorder_cache(torch.tensor(index))
-        self.take(index)
-
-    def select(self) -> None:
-        index = sorted(self.random.sample(range(len(self.rows)), self.random.randint(1, len(self.rows))))
-        self.cache.batch_select_indices(torch.tensor(index))
-        self.take(index)
-
-    def repeat(self) -> None:
-        if 2 * len(self.rows) <= MAX_ROWS:
-            self.cache.batch_repeat_interleave(2)
-            self.take([i for i in range(len(self.rows)) for _ in range(2)])
+        super().take(index)
+        self.waiting = [self.waiting[i] for i in index]
 
     def append(self) -> None:
         """Appends a row that has read alone, and sees a passage if the others do."""
@@ -138,13 +124,6 @@ class Program:
             self.cache.append_rows(other.cache)
             self.rows, self.waiting = [*self.rows, *other.rows], [*self.waiting, *other.waiting]
             self.num_removable = 0
-
-    def branch(self) -> None:
-        """Continues with a copy, after the original has read other tokens."""
-        branch = self.random.choice([copy.copy, copy.deepcopy])(self.cache)
-        with torch.no_grad():
-            self.model(torch.full((len(self.rows), 5), 7), cache=self.cache)
-        self.cache = branch
 
     def record(self) -> None:
         self.num_removable = self.num_removable if self.cache.is_croppable else 0

@@ -261,9 +261,9 @@ class MemoryCache(Cache):
         """
         number, both = len(other.seen), (self, other)
         since, branches = [x.since_recall for x in both], [x.branch for x in both]
-        sees, is_cropped = [x is not None for x in since], [y is None for y in branches]
-        is_mixed = any(sees) and not all(sees)
-        if any(x and y for x, y in zip(sees, is_cropped, strict=True)) or (is_mixed and self.recorded is not None):
+        sees = [x is not None for x in since]
+        waits = any(x and y is None for x, y in zip(sees, branches, strict=True))
+        if waits or (any(sees) and not all(sees) and self.recorded is not None):
             raise ValueError("`append_rows` in a recall: read a token after `crop`; record no plain rows beside it.")
         if any(sees):
             since = [torch.zeros_like(x.seen) if y is None else y for x, y in zip(both, since, strict=True)]
