@@ -15,7 +15,6 @@ Methods:
 
     full       attention to all tokens                     window     --window tokens and a sink
     search     the token after the longest match           pasted     the passage as text in a fresh window
-    tova       the --window tokens attended to most
     passages, fast, fast-passages, both, start             titans_hf.remember; both: fast weights and list;
                                                            start: B_0, without learning
 
@@ -44,7 +43,7 @@ REMEMBER = {
     "both": {"memory": ("fast_weights", "list")},
     "start": {"memory": ("fast_weights",), "learning": False},
 }
-OTHERS = {"full": readers.Reader, "search": readers.Search, "pasted": readers.Pasted, "tova": readers.Tova}
+OTHERS = {"full": readers.Reader, "search": readers.Search, "pasted": readers.Pasted}
 METHODS = (*OTHERS, *REMEMBER, "full-fast", "full-both", "full-start")
 
 

@@ -81,35 +81,6 @@ class Reader:
             row = self.read(torch.tensor(said[-1:]))[-1]
 
 
-class Tova(Reader):
-    """TOVA (arXiv 2401.06104): after each call every layer keeps the `window` tokens that the call's last token attends
-    to most, by the mean of the heads. A call has at most 64 tokens.
-    """
-
-    piece = 64
-
-    def __init__(self, model: PreTrainedModel, window: int):
-        super().__init__(model)
-        self.window = window
-        model.set_attn_implementation("eager")  # returns its weights
-
-    def state_bytes(self) -> int:
-        return min(self.start, self.window) * self.column_bytes
-
-    @torch.no_grad()
-    def read(self, ids: Tensor) -> Tensor:
-        logits = []
-        for piece in ids.split(self.piece):
-            places = torch.arange(self.start, self.start + len(piece))[None]
-            self.start += len(piece)
-            output = self.model(piece[None], position_ids=places, cache=self.cache, output_attentions=True)
-            for layer, weights in zip(self.cache.layers, output.attentions, strict=True):
-                kept = weights[0, :, -1].mean(0).topk(min(self.window, weights.shape[-1])).indices.sort().values
-                layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
-            logits.append(output.logits[0])
-        return torch.cat(logits).float().log_softmax(-1)
-
-
 class Remember(Reader):
     """A model with `titans_hf.remember`, which recalls where it is asked, if it has passages."""
 

@@ -37,7 +37,6 @@ READERS = {
     "fast": lambda model: readers.Remember(model, WINDOW, ("fast_weights",)),
     "passages": lambda model: readers.Remember(model, WINDOW, ("passages",)),
     "pasted": lambda model: readers.Pasted(model, WINDOW),
-    "tova": lambda model: readers.Tova(model, WINDOW),
 }
 
 
@@ -59,7 +58,7 @@ def test_a_branch_leaves_nothing(name):
         if len(other):
             reader.generate(other, 5)
     torch.testing.assert_close(*said, atol=1e-5, rtol=0)
-    if name in ("full", "window", "search", "fast", "tova"):
+    if name in ("full", "window", "search", "fast"):
         torch.testing.assert_close(reader.read(ids[400:]), said[1], atol=1e-4, rtol=0)
         torch.testing.assert_close(said[1].exp().sum(1), torch.ones(80))
 
@@ -76,16 +75,6 @@ def test_what_is_searched_or_pasted_is_found():
     prompt = pasted.prompt(torch.cat([ids, ids[300:320]]), 0).tolist()
     assert len(prompt) == 200 and prompt[-20:] == ids[300:320].tolist()
     assert str(ids[295:330].tolist())[1:-1] in str(prompt) and prompt[0] == pasted.first
-
-
-def test_tova_keeps_what_is_attended_to_most():
-    """With room for all tokens TOVA is full attention; else every layer keeps as many tokens as it may."""
-    ids, model = torch.randint(60, (200,), generator=torch.Generator().manual_seed(1)), tiny_model()
-    for reader in (full := readers.Reader(model), kept := readers.Tova(model, 200), few := readers.Tova(model, 50)):
-        reader.begin()
-    torch.testing.assert_close(kept.read(ids), full.read(ids), atol=1e-4, rtol=0)
-    few.read(ids)
-    assert {x.keys.shape[2] for x in few.cache.layers} == {50} and few.state_bytes() * 4 == full.state_bytes()
 
 
 def test_facts_occur_in_no_other_file():

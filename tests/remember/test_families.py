@@ -13,8 +13,7 @@ def test_a_family_reads_exactly(family):
     """Pieces, padding, a row alone and recalls are exact, and a forgotten model is the original to the bit."""
     found = families.differences(families.small_model(family))
     assert found["learning"] > 0.1 and found["forgotten"] == found["generated"] == 0, found
-    most = 1e-8 if family in ("gemma4_text", "qwen3_next") else 1e-11  # docs/families.md has the figures
-    assert max(found["pieces"], found["padding"], found["row alone"], found["recall"]) < most, found
+    assert max(found["pieces"], found["padding"], found["row alone"], found["recall"]) < 1e-12, found
 
 
 @pytest.mark.parametrize("family", families.REFUSED)

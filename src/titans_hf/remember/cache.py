@@ -36,10 +36,11 @@ class MemoryCache(Cache):
     has read. steps (R,) int64, on the CPU: chunks whose step was taken or left out. state: other tensors with rows by
     name: "B.*" of the fast weights, "list.*", "passages.ids" (R, N), the text, and "chunk.ids" (R, C) and
     "chunk.learns" (R, C), on the CPU, the last C tokens.
-    num_columns: columns that were read, padding included. unread: the last of them, which are to be read again after
-    `crop`, or were read only in the branch.
-    branch: the cache that sees the passages, see `recall`; since_recall (R,) int64: columns read there; None without a
-    recall. recalled: the rows (F,) and passages (F, S) of each recall since the last `generate()` began.
+    num_columns: columns that were read, padding included; `crop` may remove them from first_removable on. unread: the
+    last of them, which are to be read again after `crop`, or were read only in the branch.
+    branch: the cache that sees the passages, see `recall`; since_recall (R,) int64: columns read since a row's recall,
+    -1 for a row without one beside rows that have one; None without a recall. recalled: the rows (F,) and passages
+    (F, S) of each recall since the last `generate()` began.
 
     Raises ValueError for a model without `remember`.
     """
@@ -49,7 +50,7 @@ class MemoryCache(Cache):
         self.seen = self.steps = torch.zeros(0, dtype=torch.int64)
         self.state: dict[str, Tensor] = {}
         self.sinks: dict[int, list] = {}  # by block of positions, see `reading.sink_of`
-        self.num_columns = self.first_column = 0
+        self.num_columns = self.first_column = self.first_removable = 0
         self.recorded: list[Recorded] | None = None
         self.unread: CallColumns | None = None
         self.branch: MemoryCache | None = None
@@ -129,14 +130,14 @@ class MemoryCache(Cache):
         return self.recorded is not None
 
     def num_bytes(self) -> dict[str, int]:
-        """Returns the bytes of the state by part: "keys and values" of the window and states of recurrent layers,
-        "fast_weights", and by their names other parts, such as "passages" (the text's token ids).
+        """Returns the bytes of the state by part: "keys and values" of the window and states of recurrent layers, with
+        those that see a passage, "fast_weights", and by their names other parts, such as "passages" (token ids).
         """
-        found: list[Tensor] = []  # keys, values and states
-        for layer in self.layers:
+        found: dict[int, Tensor] = {}  # keys, values and states, each once
+        for layer in [*self.layers, *(() if self.branch is None else self.branch.layers)]:
             if hasattr(layer, "map"):
-                layer.map(lambda x: found.append(x) or x)
-        parts = {"keys and values": sum(x.numel() * x.element_size() for x in found)}
+                layer.map(lambda x: found.setdefault(id(x), x))
+        parts = {"keys and values": sum(x.numel() * x.element_size() for x in found.values())}
         for name, x in self.state.items():
             part = name.partition(".")[0]
             part = "fast_weights" if part in ("B", "start") else part
@@ -214,7 +215,7 @@ class MemoryCache(Cache):
         plain = lambda x: x._replace(recalls=torch.zeros_like(x.recalls))  # noqa: E731
         self.unread = None if self.unread is None else plain(self.unread)
         for i, x in enumerate(self.recorded or ()):
-            self.recorded[i] = x._replace(columns=plain(x.columns), recalls=False)
+            self.recorded[i] = x._replace(columns=plain(x.columns), recalls=torch.zeros_like(x.recalls))
 
     def take(self, rows: Tensor) -> "MemoryCache":
         """Returns the cache of some rows (I,) int64."""
@@ -256,17 +257,14 @@ class MemoryCache(Cache):
         be cropped from here on. If only one of the caches sees passages, the other's rows go on in its branch, without
         a passage.
 
-        Raises ValueError in a recall that `crop` has to make again, and where it could not: if the cache records, and
-        only one of the two sees passages.
+        Raises ValueError in a recall that `crop` has to make again.
         """
         number, both = len(other.seen), (self, other)
         since, branches = [x.since_recall for x in both], [x.branch for x in both]
-        sees = [x is not None for x in since]
-        waits = any(x and y is None for x, y in zip(sees, branches, strict=True))
-        if waits or (any(sees) and not all(sees) and self.recorded is not None):
-            raise ValueError("`append_rows` in a recall: read a token after `crop`; record no plain rows beside it.")
-        if any(sees):
-            since = [torch.zeros_like(x.seen) if y is None else y for x, y in zip(both, since, strict=True)]
+        if any(x is not None and y is None for x, y in zip(since, branches, strict=True)):
+            raise ValueError("`append_rows` after `crop` in a recall: read a token before.")
+        if any(x is not None for x in since):
+            since = [torch.full_like(x.seen, -1) if y is None else y for x, y in zip(both, since, strict=True)]
             branches = [x.as_branch() if x.branch is None else copy.copy(x.branch) for x in both]
             branches[0].append_rows(branches[1])
         unread = [CallColumns.none(len(x.seen)) if x.unread is None else x.unread for x in both]
@@ -307,7 +305,8 @@ class MemoryCache(Cache):
         """Notes columns that were read only in the branch."""
         self.unread = columns if self.unread is None else self.unread.join(columns)
         self.num_columns += columns.ids.shape[1]
-        self.since_recall = self.since_recall + columns.ids.shape[1]
+        since = self.since_recall
+        self.since_recall = torch.where(since < 0, since, since + columns.ids.shape[1])
         if self.recorded is not None:
             last = self.recorded[-1]
             self.recorded[-1] = last._replace(columns=last.columns.join(columns))
@@ -323,13 +322,17 @@ class MemoryCache(Cache):
             self.recorded[-1] = last._replace(columns=last.columns.at(0, last.columns.ids.shape[1] - number))
         return taken
 
-    def note_recall(self) -> None:
-        """Notes, for `crop`, that the rows recall after the last column that was recorded."""
+    def note_recall(self, rows: Tensor) -> None:
+        """Notes, for `crop`, that rows (I,) int64 recall after the last column that was recorded; where it was not read
+        plainly, because other rows go on in the branch, before the first.
+        """
         if self.recorded:
             last, columns = self.recorded[-1], self.recorded[-1].columns
-            recalls = torch.cat([columns.recalls[:, :-1], torch.ones_like(columns.recalls[:, -1:])], 1)
-            new = last._replace(columns=columns._replace(recalls=recalls))
-            self.recorded[-1] = new if columns.ids.shape[1] else last._replace(recalls=True)
+            if self.unread is None and columns.ids.shape[1]:
+                recalls = torch.cat([columns.recalls[:, :-1], columns.recalls[:, -1:].index_fill(0, rows, True)], 1)
+                self.recorded[-1] = last._replace(columns=columns._replace(recalls=recalls))
+            else:
+                self.recorded[-1] = last._replace(recalls=last.recalls.index_fill(0, rows, True))
 
     def read_unread(self, model: PreTrainedModel) -> None:
         """Ends a recall, and reads the columns that are to be read again."""
@@ -377,8 +380,8 @@ class MemoryCache(Cache):
         recorded = self.recorded
         self.__dict__.update(self.map(function).__dict__)
         if recorded is not None:
-            mapped = lambda x: x._replace(cache=x.cache.map(function), columns=x.columns.map(function))  # noqa: E731
-            self.recorded = [mapped(x) for x in recorded]
+            parts = [(x.cache.map(function), x.columns.map(function), function(x.recalls)) for x in recorded]
+            self.recorded = [Recorded(*x) for x in parts]
 
     def activate_past_recording(self) -> None:
         """Lets `crop` remove columns from here on: the state at the starts of the last chunks is kept."""
@@ -388,12 +391,13 @@ class MemoryCache(Cache):
 
     def restart_recording(self) -> None:
         if self.recorded is not None:
-            self.recorded = []
+            self.recorded, self.first_removable = [], self.num_columns
             if len(self.seen):
                 columns = CallColumns.none(len(self.seen)) if self.unread is None else self.unread
-                self._note_state(columns, self.since_recall is not None and not columns.recalls.any())
+                since = torch.full_like(self.seen, -1) if self.since_recall is None else self.since_recall
+                self._note_state(columns, (since >= 0) & ~columns.recalls.any(1))
 
-    def _note_state(self, columns: CallColumns, recalls: bool = False) -> None:
+    def _note_state(self, columns: CallColumns, recalls: Tensor) -> None:
         before = copy.copy(self)
         before.num_columns -= 0 if self.unread is None else self.unread.ids.shape[1]
         before.recorded = before.unread = None
@@ -416,10 +420,16 @@ class MemoryCache(Cache):
         last, chunk = self.recorded[-1], self.memory.chunk
         self.recorded[-1] = last._replace(columns=last.columns.join(columns))
         if notes_state and self.num_columns - last.cache.num_columns >= chunk and not self.is_ahead:
-            self._note_state(CallColumns.none(len(self.seen)))
+            self._note_state(CallColumns.none(len(self.seen)), torch.zeros(len(self.seen), dtype=torch.bool))
         needed = min(first, self.num_columns - 2 * chunk)
         while len(self.recorded) > 2 and self.recorded[1].cache.num_columns <= needed:
             del self.recorded[0]
+
+    @property
+    def num_removable(self) -> int:
+        """The columns that `crop` may remove."""
+        first = max(self.recorded[0].cache.num_columns, self.first_removable) if self.recorded else self.num_columns
+        return self.num_columns - first
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last columns: -n removes n, as in Transformers.
@@ -437,32 +447,33 @@ class MemoryCache(Cache):
                 "`crop` needs a cache that records: call `cache.activate_past_recording()` before reading."
             )
         end = self.num_columns - number
-        fitting = [i for i, x in enumerate(self.recorded) if x.cache.num_columns <= end]
-        if not fitting:
-            most = self.num_columns - self.recorded[0].cache.num_columns if self.recorded else 0
+        most = self.num_removable
+        if number > most:
             raise ValueError(f"`tokens_to_remove` must be at least -{most}, by the recorded columns, got {-number}.")
+        fitting = [i for i, x in enumerate(self.recorded) if x.cache.num_columns <= end]
         first = self.recorded[0].cache.num_columns
         columns = functools.reduce(CallColumns.join, (x.columns for x in self.recorded)).at(0, end - first)
         points = (first + 1 + columns.recalls.any(0).nonzero()[:, 0]).tolist()
-        points += [x.cache.num_columns for x in self.recorded if x.recalls and x.cache.num_columns <= end]
-        recall = max(points, default=None)  # the last one stays in force: it is made again, from before it
+        states = [x for x in self.recorded if bool(x.recalls.any()) and x.cache.num_columns <= end]
+        recall = max([*points, *(x.cache.num_columns for x in states)], default=None)  # made again, from before it
+        sees = torch.stack([columns.recalls.any(1), *(x.recalls for x in states)]).any(0)
         fitting = [i for i in fitting if recall is None or self.recorded[i].cache.num_columns <= recall]
         recorded = self.recorded[: fitting[-1] + 1]
         kept = recorded[-1].cache
         columns = columns.at(kept.num_columns - first, end - first)
-        names = ("memory", "first_column", "about", "seen_in_folders", "recalled", "prompt_end")
+        names = "memory first_column first_removable about seen_in_folders recalled prompt_end".split()
         own = {name: getattr(self, name) for name in names}
         self.__dict__.update(copy.copy(kept).__dict__ | own)
         self.recorded = [*recorded[:-1], recorded[-1]._replace(columns=columns)]
         self.num_columns, self.unread = end, columns if columns.ids.shape[1] else None
-        self.since_recall = None if recall is None else torch.full_like(self.seen, end - recall)
+        self.since_recall = None if recall is None else torch.where(sees, end - recall, -1)
 
 
 class Recorded(NamedTuple):
-    """A cache as it was, whether its rows recall there, and the columns that were read, or are to be read again, from
-    there to the next one.
+    """A cache as it was, the columns that were read, or are to be read again, from there to the next one, and recalls
+    (R,) bool, which rows recall there.
     """
 
     cache: MemoryCache
     columns: CallColumns
-    recalls: bool = False
+    recalls: Tensor

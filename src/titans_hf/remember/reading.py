@@ -96,7 +96,9 @@ def read_unread(model: PreTrainedModel, cache: MemoryCache, rows: Tensor | None 
     unread, left = cache.take_unread(), None
     if rows is not None and len(rows) < len(unread.ids):
         others = torch.ones(len(unread.ids), 1, dtype=torch.bool).index_fill(0, rows, False)
-        left, unread = (unread._replace(real=unread.real.cpu() & x) for x in (others, ~others))
+        left, unread = (
+            unread._replace(real=unread.real.cpu() & x, recalls=unread.recalls.cpu() & x) for x in (others, ~others)
+        )
         used = left.real.any(0)
         left = left.map(lambda x: x[:, used.to(x.device)]) if bool(used.any()) else None
     read(model, cache, unread, 0, {})

@@ -80,7 +80,8 @@ def branch_of(model: PreTrainedModel, cache: MemoryCache) -> MemoryCache:
     if cache.branch is None:
         points = [] if cache.unread is None else (cache.unread.recalls.any(0).nonzero()[:, 0] + 1).tolist()
         rest = cache.take_unread(max(points, default=0))
-        recall(model, cache, torch.arange(len(cache.seen)))
+        reading.read_unread(model, cache)
+        recall(model, cache, (cache.since_recall >= 0).nonzero()[:, 0])
         reading.read(model, cache.branch, rest.quiet(), 0, {})
         cache.note_unread(rest)
     return cache.branch
@@ -96,13 +97,13 @@ def recall(model: PreTrainedModel, cache: MemoryCache, rows: Tensor) -> tuple[Te
         found, passages, logits = look_back(model, branch, cache.state[NAME][rows.to(cache.state[NAME].device)])
         cache.recalled = [*cache.recalled, (rows[found], passages)]
         if cache.branch is None:
-            cache.branch, cache.since_recall = cache.as_branch(), torch.zeros(len(cache.seen), dtype=torch.int64)
+            cache.branch, cache.since_recall = cache.as_branch(), torch.full_like(cache.seen, -1)
         if len(rows) == len(cache.seen):
             cache.branch = branch
         else:
             cache.branch.put(rows, branch)
         cache.since_recall = cache.since_recall.index_fill(0, rows, 0)
-        cache.note_recall()
+        cache.note_recall(rows)
     return rows[found], logits
 
 
