@@ -33,9 +33,9 @@ class Program(RowOperations):
     `recall` is BESIDE where the row goes on beside rows that recall; waiting: `recall` before the next column of each
     row; sure: columns that can be removed; ended: columns before the last recall that was ended."""
 
-    def __init__(self, model, seed: int, folder):
+    def __init__(self, model, seed: int, folder, rows: int = 3):
         self.model, self.random, self.folder = model, random.Random(seed), folder
-        self.cache, self.rows, self.waiting = MemoryCache(model), [[], [], []], [None] * 3
+        self.cache, self.rows, self.waiting = MemoryCache(model), [[] for _ in range(rows)], [None] * rows
         self.sure, self.ended, self.lengths = 0, 0, [0, 1, 1, 3, 8, 16, 30]
 
     def run(self) -> None:
@@ -141,8 +141,7 @@ class Program(RowOperations):
     def append(self) -> None:
         """Appends a row that has read alone."""
         if len(self.rows) < MAX_ROWS and self.cache.batch_size > 0:
-            other = Program(self.model, self.random.random(), self.folder)
-            other.rows, other.waiting = [[]], [None]
+            other = Program(self.model, self.random.random(), self.folder, rows=1)
             while other.cache.batch_size < 1 or self.random.random() < 0.5:
                 other.read()
             if self.cache.since_recall is not None and self.cache.branch is None:
@@ -154,6 +153,8 @@ class Program(RowOperations):
                 plain[0].waiting = [BESIDE] * len(plain[0].rows)
             self.cache.append_rows(other.cache)
             self.rows, self.waiting, self.sure = [*self.rows, *other.rows], [*self.waiting, *other.waiting], 0
+            for operation in self.random.choice([[], [self.record, self.read, self.crop]]):
+                operation()
 
     def record(self) -> None:
         self.sure = self.sure if self.cache.is_croppable else 0
@@ -173,7 +174,7 @@ class Program(RowOperations):
             lasted, self.ended = lasted and end >= self.ended, min(end, self.ended)
             self.cache.crop(-removed)
             for i, row in enumerate(self.rows if removed else ()):
-                self.waiting[i] = row[-removed][3] if lasted else False
+                self.waiting[i] = (None if row[-removed][1] else row[-removed][3]) if lasted else False
                 del row[-removed:]
             self.sure = max(0, self.sure - removed)
 

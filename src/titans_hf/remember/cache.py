@@ -395,7 +395,7 @@ class MemoryCache(Cache):
             if len(self.seen):
                 columns = CallColumns.none(len(self.seen)) if self.unread is None else self.unread
                 since = torch.full_like(self.seen, -1) if self.since_recall is None else self.since_recall
-                self._note_state(columns, (since >= 0) & ~columns.recalls.any(1))
+                self._note_state(columns, since >= 0)
 
     def _note_state(self, columns: CallColumns, recalls: Tensor) -> None:
         before = copy.copy(self)
