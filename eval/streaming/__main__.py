@@ -15,10 +15,7 @@ Methods:
 
     full       attention to all tokens                     window     --window tokens and a sink
     search     the token after the longest match           pasted     the passage as text in a fresh window
-    passages, fast, fast-passages, both, start             titans_hf.remember; both: fast weights and list;
-                                                           start: B_0, without learning
-
-"full-" before a method of `remember` keeps full attention.
+    passages, fast, fast-passages, both                    titans_hf.remember; both: fast weights and list
 """
 
 import argparse
@@ -36,15 +33,14 @@ from titans_hf.cli.shared.command_line import run_command
 
 BENCHMARK = "streaming"
 REMEMBER = {
-    "window": {"memory": ()},
-    "passages": {"memory": ("passages",)},
-    "fast": {"memory": ("fast_weights",)},
-    "fast-passages": {"memory": ("fast_weights", "passages")},
-    "both": {"memory": ("fast_weights", "list")},
-    "start": {"memory": ("fast_weights",), "learning": False},
+    "window": (),
+    "passages": ("passages",),
+    "fast": ("fast_weights",),
+    "fast-passages": ("fast_weights", "passages"),
+    "both": ("fast_weights", "list"),
 }
 OTHERS = {"full": readers.Reader, "search": readers.Search, "pasted": readers.Pasted}
-METHODS = (*OTHERS, *REMEMBER, "full-fast", "full-both", "full-start")
+METHODS = (*OTHERS, *REMEMBER)
 
 
 def make_reader(name: str, args: argparse.Namespace) -> readers.Reader:
@@ -52,10 +48,8 @@ def make_reader(name: str, args: argparse.Namespace) -> readers.Reader:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     if name in OTHERS:
         return readers.Reader(model) if name == "full" else OTHERS[name](model, args.window)
-    options = REMEMBER[name.removeprefix("full-")]
-    if args.adapter and "fast_weights" in options["memory"]:
-        options = options | {"adapter": args.adapter}
-    return readers.Remember(model, None if name.startswith("full-") else args.window, **options)
+    options = {"adapter": args.adapter} if args.adapter and "fast_weights" in REMEMBER[name] else {}
+    return readers.Remember(model, args.window, REMEMBER[name], **options)
 
 
 def run(args: argparse.Namespace) -> None:

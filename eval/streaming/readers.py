@@ -87,22 +87,18 @@ class Remember(Reader):
     piece = 512
     copied = staticmethod(copy.copy)  # a MemoryCache is a value
 
-    def __init__(
-        self, model: PreTrainedModel, window: int | None, memory: tuple[str, ...], learning: bool = True, **options
-    ):
+    def __init__(self, model: PreTrainedModel, window: int, memory: tuple[str, ...], **options):
         super().__init__(model)
         self.window, self.recalls = window, "passages" in memory
         self.settings |= {name: Path(x).name for name, x in options.items()}
-        remember(model, window, memory, **options).set_memory_learning(learning)
-        if not learning:  # the whole start: its share could not be learned
-            model.memory.fast_weights.step.start_rate = None
+        remember(model, window, memory, **options)
 
     def begin(self) -> None:
         self.cache, self.start = MemoryCache(self.model), 0
 
     def state_bytes(self) -> int:
         """Returns the bytes of keys and values, and of the parts of the memory."""
-        held = self.start if self.window is None else min(self.start, self.window + self.model.memory.extra_columns)
+        held = min(self.start, self.window + self.model.memory.extra_columns)
         return held * self.column_bytes + sum(x.numel() * x.element_size() for x in self.cache.state.values())
 
     @torch.no_grad()

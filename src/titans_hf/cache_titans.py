@@ -42,7 +42,10 @@ class TitansCache(Cache):
 
     Attributes:
         about: a description for people, a dictionary that JSON can represent; saved with the memory.
+        learning: whether calls update the memory; None: as the model's `set_memory_learning` says.
     """
+
+    learning: bool | None = None
 
     def __init__(self, config: TitansConfig, *, compileable: bool = False):
         super().__init__(layers=[TitansCacheLayer(compileable) for _ in range(config.num_hidden_layers)])

@@ -244,7 +244,8 @@ class TitansModel(TitansPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         cache = self._make_or_check_cache(cache, use_cache, len(inputs_embeds))
         documents = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "seq_idx": seq_idx}
-        layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, cache, self.memory_learning)
+        learns = self.memory_learning if cache is None or cache.learning is None else cache.learning
+        layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, cache, learns)
         if kwargs.get("output_surprise", getattr(self.config, "output_surprise", False)):  # as `capture_outputs` does
             layout = layout._replace(grid=replace(layout.grid, needs_surprise=True))
         hidden_states = inputs_embeds

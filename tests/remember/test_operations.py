@@ -9,20 +9,19 @@ import pytest
 import torch
 from cache_programs import MAX_ROWS, RowOperations
 from remember_models import SETTINGS, close, remembering
+from test_titans import titans
 
 from titans_hf.remember import MemoryCache, attach, reading, remember
 from titans_hf.remember import recall as recalling
 from titans_hf.remember.parts import PARTS
 
-NUM_OPERATIONS = 24
-BESIDE = "beside"
 SEEDS = [(), (), *[pytest.mark.slow] * 4, *[pytest.mark.long] * 60]
 
 
 def with_parts(family: str, window: int | None = 12, memory: tuple[str, ...] = PARTS):
     if family == "llama":
         return remembering(window, memory)
-    model = families.small_model(family)
+    model = titans(variant="mag") if family == "mag" else families.small_model(family)
     fast, chosen = families.small_memory(model)
     return remember(model, window, memory, passages=SETTINGS, fast_weights=fast, token_list=chosen)
 
@@ -30,7 +29,7 @@ def with_parts(family: str, window: int | None = 12, memory: tuple[str, ...] = P
 class Program(RowOperations):
     """A cache, and the columns that each row has read since its reset: (id, whether a document starts there, whether
     learning is on, `recall` before it, whether the row recalls after it, logits), where id is None at padding, and
-    `recall` is BESIDE where the row goes on beside rows that recall; waiting: `recall` before the next column of each
+    `recall` is "beside" where the row goes on beside rows that recall; waiting: `recall` before the next column of each
     row; sure: columns that can be removed; ended: columns before the last recall that was ended."""
 
     def __init__(self, model, seed: int, folder, rows: int = 3):
@@ -46,11 +45,10 @@ class Program(RowOperations):
             self.read(20)
             self.record()
             names, self.lengths = "reorder repeat branch crop crop crop crop crop".split(), [0, 1, 2, 3, 5, 8]
-        for _ in range(NUM_OPERATIONS):
+        for _ in range(24):
             if self.random.random() < 0.8:
                 self.read()
             operation = self.random.choice(names)
-            print(operation, [len(x) for x in self.rows], self.cache.since_recall)  # if it fails
             getattr(self, operation)()
         self.read()
         self.check(self.rows)
@@ -80,7 +78,7 @@ class Program(RowOperations):
                 begins, id_ = bool(starts[i, column]), int(ids[i, column]) if mask[i, column] else None
                 mark = lasts if begins else marks[i]
                 row.append((id_, begins, learning, mark, bool(recalls[i, column]), logits[i, column]))
-            some, beside = bool(recalls[:, column].any()), None if lasts else BESIDE
+            some, beside = bool(recalls[:, column].any()), None if lasts else "beside"
             marks = [(True if x else beside) if some else None for x in recalls[:, column].tolist()]
             lasts, since = lasts or some, 0 if some and not bool(recalls[:, column].all()) else since + 1
         self.waiting = marks
@@ -106,7 +104,7 @@ class Program(RowOperations):
                 if recall is not None:
                     self.read_alone(unread)
                     beside, unread = None, []
-                if recall is BESIDE:
+                if recall == "beside":
                     cache.read_unread(self.model)  # a recall that was ended before
                     beside = copy.copy(cache)
                 self.model.set_memory_learning(learning and beside is None)
@@ -150,7 +148,7 @@ class Program(RowOperations):
                 return
             plain = [x for x in (self, other) if x.cache.since_recall is None]
             if len(plain) == 1:
-                plain[0].waiting = [BESIDE] * len(plain[0].rows)
+                plain[0].waiting = ["beside"] * len(plain[0].rows)
             self.cache.append_rows(other.cache)
             self.rows, self.waiting, self.sure = [*self.rows, *other.rows], [*self.waiting, *other.waiting], 0
             for operation in self.random.choice([[], [self.record, self.read, self.crop]]):
@@ -188,7 +186,13 @@ class Program(RowOperations):
 @pytest.mark.parametrize("seed", [pytest.param(i, marks=x) for i, x in enumerate(SEEDS)])
 @pytest.mark.parametrize(
     ("family", "window", "memory"),
-    [("llama", 12, PARTS), ("llama", None, PARTS), ("llama", 12, ("passages",)), ("bamba", 12, PARTS)],
+    [
+        ("llama", 12, PARTS),
+        ("llama", None, PARTS),
+        ("llama", 12, ("passages",)),
+        ("bamba", 12, PARTS),
+        ("mag", None, PARTS),
+    ],
 )
 def test_random_programs(family, window, memory, seed, tmp_path, monkeypatch):
     """Each row reads as alone after reads, recalls, documents, resets, selections, copies, crops and files."""

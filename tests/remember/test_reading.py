@@ -246,24 +246,15 @@ def test_kernels_without_a_mask(kernel, monkeypatch):
 
 @pytest.mark.parametrize("make", [remembering, lambda: with_memory(titans(variant="mag"))])
 def test_memory_off_writes_nothing(make):
-    """With learning off the state of the memory stays, and what was read is not learned later, in a batch or alone."""
+    """With learning off the state of the memory stays; that what was read is not learned later, test_operations.py."""
     model, mask = make(), torch.ones(2, 30, dtype=torch.int64)
     cache = MemoryCache(model)
     mask[1, :3] = 0
     whole(model, TOKENS[:2, :30], cache=cache, attention_mask=mask)
     before = {name: x for name, x in cache.state.items() if name[0] in "BS" or "tokens" in name}
     model.set_memory_learning(False)
-    a = whole(model, TOKENS[:2, 30:61], cache=cache)
+    whole(model, TOKENS[:2, 30:61], cache=cache)
     assert all(cache.state[name].equal(x) for name, x in before.items())
-    model.set_memory_learning(True)
-    a = torch.cat([a, whole(model, TOKENS[:2, 61:], cache=cache)], 1)
-    for row, first in ((0, 0), (1, 3)):
-        alone = MemoryCache(model)
-        for begin, end in ((first, 30), (30, 33), (33, 60), (60, 61), (61, 64), (64, 90)):
-            model.set_memory_learning(not 30 <= begin < 61)
-            found = whole(model, TOKENS[row : row + 1, begin:end], cache=alone)
-            if begin >= 30:
-                close(found[0], a[row, begin - 30 : end - 30])
 
 
 def test_loss_logits_and_hidden_states(model):

@@ -137,13 +137,14 @@ def generate_slowly(model, ids: torch.Tensor, number: int) -> list[int]:
 
 def test_generation(model, monkeypatch):
     """`generate()` recalls at the prompt's end and after every 6 own tokens, also padded, drafted and beside others."""
-    settings, texts = {"max_new_tokens": 21, "do_sample": False}, (TOKENS[:1, :50], TOKENS[1:2, :38])
+    settings, texts = {"max_new_tokens": 21, "do_sample": False}, [TOKENS[:1, :50], TOKENS[1:2, :38]]
+    texts.append(TOKENS[2:3, :10].repeat(1, 5))  # drafts longer than two chunks are found in it
     expected = [generate_slowly(model, ids, 21) for ids in texts]
-    padded, mask = torch.zeros(2, 50, dtype=torch.int64), torch.ones(2, 50, dtype=torch.int64)
-    padded[0], padded[1, 12:], mask[1, :12] = texts[0], texts[1], 0
+    padded, mask = torch.zeros(3, 50, dtype=torch.int64), torch.ones(3, 50, dtype=torch.int64)
+    padded[0], padded[1, 12:], mask[1, :12], padded[2] = texts[0], texts[1], 0, texts[2]
     assert model.generate(padded, attention_mask=mask, **settings)[:, 50:].tolist() == expected
     for ids, tokens in zip(texts, expected, strict=True):
-        for number in (3, 9):
+        for number in (3, 20):
             made = model.generate(ids, prompt_lookup_num_tokens=number, **settings)
             assert made[0, ids.shape[1] :].tolist() == tokens
     monkeypatch.setattr(model.memory, "passages", None)
@@ -164,6 +165,20 @@ def test_no_trace(family):
     close(read(model, TOKENS[:2, 50:], cache), read(model, TOKENS[:2, 50:], plain), atol=1e-10)
     for name, x in plain.state.items():
         close(cache.state[name], x, atol=1e-10)
+
+
+def test_a_recall_that_finds_nothing(model):
+    """It is a plain reading, also of a row that saw a passage before."""
+    cache, plain, text = MemoryCache(model), MemoryCache(model), TOKENS[:1, :50].clamp(max=51)
+    asked = own(torch.full((1, 9), 52))
+    recalls = asked._replace(recalls=torch.arange(9)[None] == 8)
+    with torch.no_grad():
+        read(model, text, cache)
+        assert len(model(text[:, :4], cache=cache, recall=True).cache.recalled[0][0])
+        logits = recall.read(model, cache, recalls, 1, {})[0]
+        read(model, torch.cat([text, text[:, :4]], 1), plain)
+        close(logits, reading.read(model, plain, asked, 1, {})[0])
+    assert not len(cache.recalled[-1][0])
 
 
 def test_a_gradient_after_a_recall(model):

@@ -9,7 +9,7 @@ from families import CHUNK, differences, small_memory
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from titans_hf import MemoryCache, TitansForCausalLM, fit_memory, remember, save_adapter
+from titans_hf import TitansForCausalLM, fit_memory, remember, save_adapter
 
 IDS = torch.randint(3, 53, (2, 45), generator=torch.Generator().manual_seed(1))
 MODELS = {
@@ -33,19 +33,6 @@ def test_a_titans_reads_exactly(name):
     assert found["learning"] > 0.1
     assert found["forgotten"] == found["generated"] == 0
     assert max(found["pieces"], found["padding"], found["row alone"]) < 1e-12, found
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["mag", "mac"])
-def test_a_cropped_cache(name):
-    """A cropped cache gives the logits of the whole text; files and resets are those of test_files.py."""
-    model = with_memory(titans(**MODELS[name]))
-    cache = MemoryCache(model)
-    cache.activate_past_recording()
-    model(IDS[:, : 2 * CHUNK + 3], cache=cache)
-    model(IDS[:, 20:26].flip(1), cache=cache)
-    cache.crop(-6)
-    assert_close(model(IDS[:, 19:], cache=cache).logits, model(IDS).logits[:, 19:], atol=1e-12, rtol=0)
 
 
 def test_every_weight_is_trained():

@@ -36,8 +36,9 @@ class MemoryCache(Cache):
     has read. steps (R,) int64, on the CPU: chunks whose step was taken or left out. state: other tensors with rows by
     name: "B.*" of the fast weights, "list.*", "passages.ids" (R, N), the text, and "chunk.ids" (R, C) and
     "chunk.learns" (R, C), on the CPU, the last C tokens.
-    num_columns: columns that were read, padding included; `crop` may remove them from first_removable on. unread: the
-    last of them, which are to be read again after `crop`, or were read only in the branch.
+    num_columns: columns that were read, padding included; `crop` may remove them from first_removable on.
+    first_of_call: in a call with recalls, the columns before it. unread: the last columns, which are to be read again
+    after `crop`, or were read only in the branch.
     branch: the cache that sees the passages, see `recall`; since_recall (R,) int64: columns read since a row's recall,
     -1 for a row without one beside rows that have one; None without a recall. recalled: the rows (F,) and passages
     (F, S) of each recall since the last `generate()` began.
@@ -51,6 +52,7 @@ class MemoryCache(Cache):
         self.state: dict[str, Tensor] = {}
         self.sinks: dict[int, list] = {}  # by block of positions, see `reading.sink_of`
         self.num_columns = self.first_column = self.first_removable = 0
+        self.first_of_call: int | None = None
         self.recorded: list[Recorded] | None = None
         self.unread: CallColumns | None = None
         self.branch: MemoryCache | None = None
@@ -257,8 +259,11 @@ class MemoryCache(Cache):
         be cropped from here on. If only one of the caches sees passages, the other's rows go on in its branch, without
         a passage.
 
-        Raises ValueError in a recall that `crop` has to make again.
+        Raises ValueError in a recall that `crop` has to make again, and for another model's or an empty cache.
         """
+        if other.memory is not self.memory or not len(self.seen) or not len(other.seen):
+            raise ValueError("`other` must be a cache of the same model, and both must have read something.")
+        other = copy.copy(other)  # it may be this cache
         number, both = len(other.seen), (self, other)
         since, branches = [x.since_recall for x in both], [x.branch for x in both]
         if any(x is not None and y is None for x, y in zip(since, branches, strict=True)):
@@ -412,7 +417,7 @@ class MemoryCache(Cache):
         return self.memory.fast_weights is not None and bool(full.any())
 
     def record(self, columns: CallColumns, first: int, notes_state: bool) -> None:
-        """Notes columns that were read by a call that began at the column `first`. With `notes_state` it notes the
+        """Notes columns that were read by a reading that began at the column `first`. With `notes_state` it notes the
         state after them too, if a chunk was read since the last one noted and no row is ahead.
         """
         if self.recorded is None:
@@ -421,9 +426,17 @@ class MemoryCache(Cache):
         self.recorded[-1] = last._replace(columns=last.columns.join(columns))
         if notes_state and self.num_columns - last.cache.num_columns >= chunk and not self.is_ahead:
             self._note_state(CallColumns.none(len(self.seen)), torch.zeros(len(self.seen), dtype=torch.bool))
-        needed = min(first, self.num_columns - 2 * chunk)
+        needed = min(first, first if self.first_of_call is None else self.first_of_call, self.num_columns - 2 * chunk)
+        needed = self._last_recall(needed, needed)
         while len(self.recorded) > 2 and self.recorded[1].cache.num_columns <= needed:
             del self.recorded[0]
+
+    def _last_recall(self, end: int, default: int | None) -> int | None:
+        """Returns after which of the recorded columns before `end` rows last recalled."""
+        points = [x.cache.num_columns for x in self.recorded if bool(x.recalls.any())]
+        for x in self.recorded:
+            points += (x.cache.num_columns + 1 + x.columns.recalls.any(0).nonzero()[:, 0]).tolist()
+        return max((x for x in points if x <= end), default=default)
 
     @property
     def num_removable(self) -> int:
@@ -435,7 +448,8 @@ class MemoryCache(Cache):
         """Removes the last columns: -n removes n, as in Transformers.
 
         Raises ValueError without `activate_past_recording`, and for more columns than were recorded. At least the
-        columns since the start of the last full chunk are recorded, and those of the last call.
+        columns since the start of the last full chunk are recorded, and those of the last call; where a part of the
+        rows recalled, those since then.
         """
         number = abs(tokens_to_remove)
         if tokens_to_remove > 0:
@@ -453,10 +467,9 @@ class MemoryCache(Cache):
         fitting = [i for i, x in enumerate(self.recorded) if x.cache.num_columns <= end]
         first = self.recorded[0].cache.num_columns
         columns = functools.reduce(CallColumns.join, (x.columns for x in self.recorded)).at(0, end - first)
-        points = (first + 1 + columns.recalls.any(0).nonzero()[:, 0]).tolist()
-        states = [x for x in self.recorded if bool(x.recalls.any()) and x.cache.num_columns <= end]
-        recall = max([*points, *(x.cache.num_columns for x in states)], default=None)  # made again, from before it
-        sees = torch.stack([columns.recalls.any(1), *(x.recalls for x in states)]).any(0)
+        recall = self._last_recall(end, None)  # it is made again, from before it
+        states = [self.recorded[i].recalls for i in fitting]
+        sees = torch.stack([columns.recalls.any(1), *states]).any(0)
         fitting = [i for i in fitting if recall is None or self.recorded[i].cache.num_columns <= recall]
         recorded = self.recorded[: fitting[-1] + 1]
         kept = recorded[-1].cache

@@ -89,10 +89,12 @@ def read(
     return _joined(kept, length - num_kept, length), {name: x for name, x in joined.items() if x}
 
 
-def read_unread(model: PreTrainedModel, cache: MemoryCache, rows: Tensor | None = None) -> None:
-    """Reads the columns that are to be read again, plainly; with rows (I,) int64, those of some rows."""
+def read_unread(model: PreTrainedModel, cache: MemoryCache, rows: Tensor | None = None) -> Tensor | None:
+    """Reads the columns that are to be read again, plainly; with rows (I,) int64, those of some rows. Returns the
+    logits (R, 1, V) of the last column, 0 at padding; None if there was none to read.
+    """
     if cache.unread is None:
-        return
+        return None
     unread, left = cache.take_unread(), None
     if rows is not None and len(rows) < len(unread.ids):
         others = torch.ones(len(unread.ids), 1, dtype=torch.bool).index_fill(0, rows, False)
@@ -101,10 +103,11 @@ def read_unread(model: PreTrainedModel, cache: MemoryCache, rows: Tensor | None 
         )
         used = left.real.any(0)
         left = left.map(lambda x: x[:, used.to(x.device)]) if bool(used.any()) else None
-    read(model, cache, unread, 0, {})
+    logits = read(model, cache, unread, 1, {})[0]
     cache.unread = left
     if left is not None:
         cache.restart_recording()
+    return logits
 
 
 def read_in_training(
@@ -193,7 +196,7 @@ def _read_piece(
         weights = None if fast is None else fast.weights(cache.state)
         if memory.token_list is None and "logits_to_keep" in memory.arguments:
             arguments = arguments | {"logits_to_keep": num_kept}
-        output = call(model, cache, piece.ids, weights, arguments)
+        output = call(model, cache, piece.ids, weights, arguments, learns=bool(piece.learning.any()))
     else:
         rewind(cache, chunk - length)
         output = learn(model, cache, *finished, with_graph, arguments)
@@ -296,16 +299,14 @@ def learn(
     return output
 
 
-def call(
-    model: PreTrainedModel, cache: MemoryCache, ids: Tensor, weights: dict[str, Tensor] | None, arguments: dict
-) -> object:
-    """Calls the model itself with ids (R, T), which are real tokens, and counts them."""
+def call(model, cache: MemoryCache, ids: Tensor, weights: dict | None, arguments: dict, learns: bool = True) -> object:
+    """Calls the model itself with ids (R, T), which are real tokens, and counts them. learns: a Titans' own memory."""
     memory = model.memory
     sinks = _sinks(model, cache, ids.shape[1])
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, KeyValueLayer):
             layer.seen, layer.sink = cache.seen, None if layer.is_sliding else sinks[index]
-    given = titans_cache(model, cache.layers, cache.seen) if is_titans(model) else cache
+    given = titans_cache(model, cache.layers, cache.seen, learns) if is_titans(model) else cache
     states = copied_states(cache.layers) if ids.shape[1] == 1 else nullcontext()
     with states, nullcontext() if weights is None else memory.fast_weights.active(weights):
         output = memory.call(model, ids, given, cache.seen, **arguments)

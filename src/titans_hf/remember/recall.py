@@ -44,11 +44,12 @@ def read(
         elif recalls:
             cache.begin(model, len(columns.ids), columns.ids.device)
             recall(model, cache, torch.arange(len(cache.seen)))
-        columns = columns.map(lambda x: x.clone())
+        columns, cache.first_of_call = columns.map(lambda x: x.clone()), cache.num_columns
         for end in ends:
             part, wanted = columns.at(begin, end), min(end - begin, max(0, end - (length - num_kept)))
             results.append(_read_part(model, cache, part, wanted, arguments))
             begin = end
+        cache.first_of_call = None
     logits, of_layers = zip(*results, strict=True)
     joined = {name: [torch.cat(x, 1) for x in zip(*(y[name] for y in of_layers), strict=True)] for name in of_layers[0]}
     return torch.cat(logits, 1), {name: tuple(x) for name, x in joined.items()}
@@ -88,11 +89,11 @@ def branch_of(model: PreTrainedModel, cache: MemoryCache) -> MemoryCache:
 
 
 def recall(model: PreTrainedModel, cache: MemoryCache, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Lets rows (I,) recall at their last token. Returns the rows (F,) for which there was a passage, and the logits
-    (F, 1, V) after that token.
+    """Lets rows (I,) recall at their last token. Returns the rows (F,) that were read again, with a passage in sight
+    or, where there was none, plainly, and the logits (F, 1, V) after that token.
     """
     with torch.inference_mode(False), torch.no_grad():
-        reading.read_unread(model, cache, rows)
+        plain = reading.read_unread(model, cache, rows)
         branch = (cache if len(rows) == len(cache.seen) else cache.take(rows)).as_branch()
         found, passages, logits = look_back(model, branch, cache.state[NAME][rows.to(cache.state[NAME].device)])
         cache.recalled = [*cache.recalled, (rows[found], passages)]
@@ -104,7 +105,10 @@ def recall(model: PreTrainedModel, cache: MemoryCache, rows: Tensor) -> tuple[Te
             cache.branch.put(rows, branch)
         cache.since_recall = cache.since_recall.index_fill(0, rows, 0)
         cache.note_recall(rows)
-    return rows[found], logits
+        if plain is None:
+            return rows[found], logits
+        of_rows = plain[rows.to(plain.device)]
+        return rows, of_rows.index_copy(0, found.to(plain.device), logits.to(of_rows)) if len(found) else of_rows
 
 
 def look_back(model: PreTrainedModel, branch: MemoryCache, texts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

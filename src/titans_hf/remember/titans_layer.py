@@ -63,12 +63,13 @@ def is_titans(model: PreTrainedModel) -> bool:
     return model.config.model_type == "titans"
 
 
-def titans_cache(model: PreTrainedModel, layers: list[TitansLayer], seen: Tensor) -> TitansCache:
+def titans_cache(model: PreTrainedModel, layers: list[TitansLayer], seen: Tensor, learns: bool) -> TitansCache:
     """Returns the model's own cache with the states of `layers`, of rows that have read `seen` (R,) tokens.
 
     The state before the first token has a graph, and is computed here, where no fast weights act on persistent tokens.
     """
     cache, number = model.cache_class(model.config), int(seen.max())
+    cache.learning = learns
     for own, layer in zip(cache.layers, layers, strict=True):
         own.state, own.is_initialized = layer.state() if number else layer.initial_state(len(seen)), number > 0
         own.set_num_columns(number)
