@@ -113,15 +113,17 @@ class Program(RowOperations):
                 unread += [] if beside is None else [(cache, ids, learning)]
                 if recalls:
                     branch = copy.copy(cache)
-                    self.read_alone([(branch, *x[1:]) for x in unread])
-                    found = recalling.recall(self.model, branch, torch.zeros(1, dtype=torch.int64))[1]
-                    alone = torch.cat([alone[:-1], *found]) if len(found) else alone
+                    plain = self.read_alone([(branch, *x[1:]) for x in unread])
+                    found = [*recalling.recall(self.model, branch, torch.zeros(1, dtype=torch.int64))[1]]
+                    alone = torch.cat([alone[:-1], *(found or plain or [alone[-1:]])])
                 close(torch.stack(logits), alone, atol=1e-10)
 
-    def read_alone(self, parts: list[tuple[MemoryCache, list[int], bool]]) -> None:
+    def read_alone(self, parts: list[tuple[MemoryCache, list[int], bool]]) -> list[torch.Tensor]:
+        last = []
         for cache, ids, learning in parts:
             self.model.set_memory_learning(learning)
-            self.model(torch.tensor([ids]), cache=cache)
+            last = [self.model(torch.tensor([ids]), cache=cache).logits[0, -1:]]
+        return last
 
     def reset(self) -> None:
         """Begins rows anew. Beside rows that see a passage they begin as rows that recall before their first token."""
@@ -137,7 +139,6 @@ class Program(RowOperations):
         self.waiting = [self.waiting[i] for i in index]
 
     def append(self) -> None:
-        """Appends a row that has read alone."""
         if len(self.rows) < MAX_ROWS and self.cache.batch_size > 0:
             other = Program(self.model, self.random.random(), self.folder, rows=1)
             while other.cache.batch_size < 1 or self.random.random() < 0.5:
@@ -159,7 +160,6 @@ class Program(RowOperations):
         self.cache.activate_past_recording()
 
     def start(self) -> None:
-        """Lets a prompt begin earlier than what was read."""
         self.cache.start_prompt(self.cache.num_columns + self.random.choice([0, 7]))
         self.sure = 0
 
