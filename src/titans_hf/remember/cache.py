@@ -474,7 +474,7 @@ class MemoryCache(Cache):
         recorded = self.recorded[: fitting[-1] + 1]
         kept = recorded[-1].cache
         columns = columns.at(kept.num_columns - first, end - first)
-        names = "memory first_column first_removable about seen_in_folders recalled prompt_end".split()
+        names = "memory first_column first_removable first_of_call about seen_in_folders recalled prompt_end".split()
         own = {name: getattr(self, name) for name in names}
         self.__dict__.update(copy.copy(kept).__dict__ | own)
         self.recorded = [*recorded[:-1], recorded[-1]._replace(columns=columns)]
