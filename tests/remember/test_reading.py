@@ -246,7 +246,7 @@ def test_kernels_without_a_mask(kernel, monkeypatch):
 
 @pytest.mark.parametrize("make", [remembering, lambda: with_memory(titans(variant="mag"))])
 def test_memory_off_writes_nothing(make):
-    """With learning off the state of the memory stays; that what was read is not learned later, test_operations.py."""
+    """With learning off the state of the memory stays. That it is not learned later is in test_operations.py."""
     model, mask = make(), torch.ones(2, 30, dtype=torch.int64)
     cache = MemoryCache(model)
     mask[1, :3] = 0

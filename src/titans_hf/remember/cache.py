@@ -427,8 +427,7 @@ class MemoryCache(Cache):
         if notes_state and self.num_columns - last.cache.num_columns >= chunk and not self.is_ahead:
             self._note_state(CallColumns.none(len(self.seen)), torch.zeros(len(self.seen), dtype=torch.bool))
         needed = min(first, first if self.first_of_call is None else self.first_of_call, self.num_columns - 2 * chunk)
-        needed = self._last_recall(needed, needed)
-        while len(self.recorded) > 2 and self.recorded[1].cache.num_columns <= needed:
+        while len(self.recorded) > 2 and self.recorded[1].cache.num_columns <= self._last_recall(needed, needed):
             del self.recorded[0]
 
     def _last_recall(self, end: int, default: int | None) -> int | None:
