@@ -48,6 +48,11 @@ class RunArguments:
     config_overrides: str = option(
         "Such as hidden_size=64,memory_forget=false,sliding_window=null; values in JSON, else text.", ""
     )
+    num_parameters: int | None = option(
+        "Size of a new model, such as 1_000_000: finds hidden_size, and intermediate_size in proportion. A width in "
+        "--config_overrides stays.",
+        None,
+    )
     tokenizer: str | None = option(
         "A folder, a Hub name, or `bytes`: one token per byte of UTF-8. Default: the checkpoint's.", None
     )
