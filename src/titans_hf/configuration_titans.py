@@ -179,7 +179,7 @@ class TitansConfig(PreTrainedConfig):
             layer's errors are never clipped with the delta rule.
         memory_kernel (`str`, defaults to `"auto"`):
             The program that updates the memory. `"torch"`: plain PyTorch. `"fla"`: the kernel `chunk_comba` of flash-
-            linear-attention (`pip install -e ".[gpu]"`), for several tokens and a linear memory with the delta rule and
+            linear-attention (extra `gpu`), for several tokens and a linear memory with the delta rule and
             without momentum, with heads of at most 256. It needs CUDA and float32, and raises an error elsewhere.
             `"auto"`: fla's where possible, PyTorch elsewhere, in compiled models too; on CUDA the kernels of several
             chunks are then started at once, as a CUDA graph, which holds some memory and gives the same results.

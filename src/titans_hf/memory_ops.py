@@ -456,7 +456,7 @@ def choose_kernel(
     if kernel is not None:
         logger.info_once("The memory is updated by fla's chunk_comba.")
         return kernel
-    reason = "; ".join(misfits) or f"{failure}. The kernel needs pip install -e '.[gpu]'"
+    reason = "; ".join(misfits) or f"{failure}. The kernel needs pip install 'titans_hf[gpu]'"
     if requested == "fla":
         raise ValueError(f"`memory_kernel` must be 'auto' or 'torch' here, but is 'fla': {reason}.")
     log_once = logger.info_once if misfits else logger.warning_once

@@ -166,7 +166,7 @@ def test_the_kernel_is_chosen_where_fla_is_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops.comba", None)  # what makes its import fail
     memory_ops._import_chunk_comba.cache_clear()
     assert choose_kernel("auto", *update()) is None
-    with pytest.raises(ValueError, match=r"fla cannot be imported.*pip install -e '\.\[gpu\]'"):
+    with pytest.raises(ValueError, match=r"fla cannot be imported.*pip install 'titans_hf\[gpu\]'"):
         choose_kernel("fla", *update())
     memory_ops._import_chunk_comba.cache_clear()
 
