@@ -24,6 +24,7 @@ from titans_hf.cli import demo
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eval" / "README.md"]
+PAGES += sorted((ROOT / "src" / "titans_hf" / "checkpoints").glob("*/README.md"))
 LOG = ROOT / "docs" / "dev" / "log.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What the commands write or is transformers' own, and so is no file of the project.
@@ -168,9 +169,8 @@ def stage(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stage")
     for name in ("checkpoints", "src", "scripts", "eval", "tests"):
         (folder / name).symlink_to(ROOT / name)
-    for name in ("docs", "titans", "examples"):
+    for name in ("titans", "examples"):
         (folder / name).mkdir()
-    shutil.copy(ROOT / "docs" / "train.md", folder / "docs")
     data = make_data(folder / "data")
     for name in ("data/books/train", "data/books/valid", "my_texts", "books", "data/ett", "my_chats"):
         (folder / name).mkdir()
