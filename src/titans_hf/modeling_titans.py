@@ -154,7 +154,7 @@ class TitansPreTrainedModel(PreTrainedModel):
             if isinstance(module, NeuralMemory) and (own := module.functions_of_its_own):
                 raise ValueError(
                     f"The model cannot be saved: the {' and the '.join(own)} of {name} is a function of your own, "
-                    "which config.json cannot name. Save `model.state_dict()`, and set the function again after loading it."
+                    "which config.json cannot name. Save `model.state_dict()`, and set the function anew after loading."
                 )
         super().save_pretrained(save_directory, **kwargs)
 
