@@ -106,7 +106,12 @@ BAD_REQUESTS = [
     ("completions", {"prompt": "a", "generation_config": '{"num_beams": 17}'}, 400, "`num_beams` is 17, but"),
     ("completions", {"prompt": "a", "generation_config": '{"num_beams": 0}'}, 400, "`num_beams` is 0, but"),
     ("responses", {"input": "a", "previous_response_id": "x"}, 422, "`previous_response_id` is"),
-    ("responses", {"input": [SYSTEM], "instructions": "Be kind."}, 400, "`input.0.content` is not printed"),
+    (
+        "responses",
+        {"input": [SYSTEM], "instructions": "Be kind.", "max_tokens": None},
+        400,
+        "`input.0.content` is not printed",
+    ),
 ]
 
 
