@@ -6,7 +6,6 @@ import sys
 from collections import defaultdict
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import click
 import torch
@@ -92,7 +91,7 @@ class State(GenerationState):
 
 
 class Models(ModelManager):
-    """Loads Titans and adapters of `remember` too. Each model has a `ServedModel` as its attribute `served`."""
+    """Loads Titans too. Each model has a `ServedModel` as its attribute `served`."""
 
     def __init__(self, memory: str | None, snapshots: int, **loading):
         self.memory, self.snapshots = memory, snapshots
@@ -109,12 +108,6 @@ class Models(ModelManager):
             model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, **place)
         model.served = ServedModel(model, self.snapshots, self.memory)
         return model
-
-    def _load_processor(self, name: str, **kwargs) -> object:
-        config = AutoConfig.from_pretrained(name) if Path(name).is_dir() else None
-        base = getattr(config, "base_model_name_or_path", None)  # of an adapter of `remember`
-        is_own = not base or (Path(name) / "tokenizer_config.json").is_file()
-        return super()._load_processor(name if is_own else base, **kwargs)
 
 
 def main() -> None:

@@ -10,15 +10,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..cache_files import AUTOCAST, check_tensor, naming_folder, read_memory, weight_facts, write_memory
-from .titans_layer import is_titans
+from ..cache_files import (
+    AUTOCAST,
+    check_tensor,
+    naming_folder,
+    read_description,
+    read_memory,
+    weight_facts,
+    write_memory,
+)
+from .rows import NO_TOKEN, Rows
 from .window import KeyValueLayer, StateLayer
 
 KEYS = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
 MARKS = ("start", "earlier")  # states of a recurrent layer as they were before a chunk
-TOKENS = ("ids", "tokens", "contexts", "recent")  # ends of the names of tensors that hold tokens of the model
 NUMBER = 64  # of numbers of each weight that the fingerprint depends on
+MOST_TOKENS = 2**31  # of a row
 
 
 def save(cache: Cache, folder: str | os.PathLike, fingerprint: dict[str, Any]) -> None:
@@ -27,10 +35,11 @@ def save(cache: Cache, folder: str | os.PathLike, fingerprint: dict[str, Any]) -
     Raises ValueError or OSError that names the folder, whose memory stays. If another process has saved there since
     this cache was loaded or saved there, this memory goes into a folder beside it, and the error names both.
     """
-    tensors = {f"state.{name}": x for name, x in cache.state.items()} | {"seen": cache.seen, "steps": cache.steps}
-    tensors["first_column"] = torch.tensor(cache.first_column)
-    tensors |= layer_tensors(cache) if cache.seen.any() else {}
-    description = {"model": fingerprint, "tokens_seen": cache.seen.tolist(), "about": cache.about}
+    rows = cache.rows
+    tensors = {"seen": rows.seen, "asked": rows.asked, "first_column": torch.tensor(cache.first_column)}
+    tensors |= {} if rows.text is None else {"text": rows.text}
+    tensors |= layer_tensors(rows.layers) if rows.seen.any() else {}
+    description = {"model": fingerprint, "tokens_seen": rows.seen.tolist(), "about": cache.about}
     counts = {"num_columns": cache.num_columns, "record_past": False}
     write_memory(folder, description, tensors, cache.seen_in_folders, **counts)
 
@@ -39,58 +48,71 @@ def load(cache: Cache, folder: str | os.PathLike, model: PreTrainedModel, finger
     """Fills a new cache from a folder, for a model with a `memory_fingerprint`.
 
     Raises FileNotFoundError for a folder without a memory, ValueError that names the folder for a memory of another
-    model or a damaged one.
+    model, of a former kind or a damaged one.
     """
+    with naming_folder(folder, "loaded"):
+        if "memory" in read_description(folder)["model"]:
+            raise ValueError("it is of a former kind, with fast weights or a list: read its texts again")
     description, tensors, num_columns, _ = read_memory(folder, fingerprint)
     cache.seen_in_folders[Path(folder).resolve()] = description
     with naming_folder(folder, "loaded"):
-        cache.about, whole = dict(description["about"]), (torch.int64,)
-        seen = check_tensor("seen", tensors.pop("seen"), (None,), whole, end=2**62)
-        steps = check_tensor("steps", tensors.pop("steps"), seen.shape, whole, end=2**62)
+        whole, vocabulary = (torch.int64,), model.get_input_embeddings().weight.shape[0]
+        cache.about = dict(description["about"])
+        seen = check_tensor("seen", tensors.pop("seen"), (None,), whole, end=MOST_TOKENS)
+        asked = check_tensor("asked", tensors.pop("asked"), seen.shape, whole, end=MOST_TOKENS)
         first = check_tensor("first_column", tensors.pop("first_column"), (), whole, end=num_columns + 1)
         if len(seen):
-            cache.begin(model, len(seen), next(x.device for x in model.parameters() if x.device.type != "meta"))
-        cache.seen, cache.steps, cache.num_columns, cache.first_column = seen, steps, num_columns, int(first)
-        of_layers = layer_tensors(_of_one_token(cache, model)) if seen.any() else {}
-        forms = {f"state.{name}": x for name, x in cache.state.items()} | of_layers
+            cache.begin(len(seen), next(x.device for x in model.parameters() if x.device.type != "meta"))
+        rows = cache.rows
+        if (asked > seen).any():
+            raise ValueError(f"asked holds numbers of more tokens than seen, {seen.tolist()}")
+        if rows.text is not None:
+            rows.text = _checked_text(tensors.pop("text"), seen, model.memory.passages.max_tokens, vocabulary)
+            rows.text = rows.text.to(rows.device)
+        rows.seen, rows.asked, cache.num_columns, cache.first_column = seen, asked, num_columns, int(first)
+        forms = layer_tensors(_of_one_token(rows, model)) if seen.any() else {}
         if missing := forms.keys() - tensors.keys():
             raise ValueError(f"it lacks the tensor {min(missing)}")
         for name, x in tensors.items():
             if (form := forms.get(name.replace(".start.", ".").replace(".earlier.", "."))) is None:
                 raise ValueError(f"it has the tensor {name}, which no layer has")
-            _check_like(name, x, form, cache, model)
-            tensors[name] = x.to(cache.device)
-        cache.state = {name: tensors[f"state.{name}"].to(x.device) for name, x in cache.state.items()}
-        for index, layer in enumerate(cache.layers) if of_layers else ():
+            shape = [len(seen), *form.shape[1:]]
+            if name.partition(".")[2] in KEYS:  # of the tokens read, at most of those that are kept
+                layer, read = rows.layers[int(name.partition(".")[0])], int(seen.max())
+                shape[-2] = min(read, layer.window - 1 + layer.extra)
+            tensors[name] = check_tensor(name, x, shape, (form.dtype, *AUTOCAST)).to(rows.device)
+        for index, layer in enumerate(rows.layers) if forms else ():
             _fill(layer, {x.removeprefix(f"{index}."): y for x, y in tensors.items() if x.startswith(f"{index}.")})
     return cache
 
 
+def _checked_text(text: Tensor, seen: Tensor, most: int, vocabulary: int) -> Tensor:
+    """Returns text (R, N) int32. Raises ValueError unless each row has as many ids at its end as it has seen tokens, or
+    `most`, and before them NO_TOKEN.
+    """
+    held = seen.clamp(max=most)
+    check_tensor("text", text, (len(seen), int(held.max()) if len(seen) else 0), (torch.int32,), NO_TOKEN, vocabulary)
+    is_token = torch.arange(text.shape[1]) >= text.shape[1] - held[:, None]
+    if not (is_token == (text != NO_TOKEN)).all():
+        raise ValueError(f"text has other numbers of tokens than {held.tolist()}")
+    return text
+
+
 def memory_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """Returns the facts that a memory depends on: the model's type and sizes, a hash of its memory's parameters, and
-    the dtypes and a hash of its weights.
+    """Returns the facts that a memory depends on: the model's type and sizes, the window, the sink, and the dtypes and
+    a hash of the weights.
     """
     config, memory = model.config.get_text_config(decoder=True), model.memory
-    total, parts = hashlib.sha256(), {}
-    if memory.fast_weights is not None:
-        fast = memory.fast_weights
-        parts |= {f"A.{x}": y for x, y in fast.directions.items()} | {f"B.{x}": y for x, y in fast.start.items()}
-        total.update(f"{sorted(fast.rates.items())} {fast.step}".encode())
-    if (chosen := memory.token_list) is not None:
-        parts |= {"center": chosen.center, "projection": chosen.projection}
-        total.update(f"{chosen.entries} {chosen.threshold}".encode())
-    for name, x in sorted(parts.items()):
-        total.update(f"{name} {tuple(x.shape)}".encode() + x.detach().cpu().float().contiguous().numpy().tobytes())
     names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     sizes = {name: getattr(config, name, None) for name in names}
-    own = {"window": memory.window, "first_token": memory.first_token, "memory": total.hexdigest()}
+    own = {"window": memory.window, "first_token": memory.first_token, "passages": memory.passages is not None}
     return {**sizes, **own, **weight_facts(model, NUMBER)}
 
 
-def layer_tensors(cache: Cache) -> dict[str, Tensor]:
-    """Returns the tensors of a cache's layers by name, such as "0.keys" and "1.conv_states.0"."""
+def layer_tensors(layers: list) -> dict[str, Tensor]:
+    """Returns the tensors of layers by name, such as "0.keys" and "1.conv_states.0"."""
     found = {}
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(layers):
         if isinstance(layer, KeyValueLayer) and layer.is_initialized:
             found |= {f"{index}.{name}": getattr(layer, name) for name in KEYS}
         if isinstance(layer, StateLayer):
@@ -103,31 +125,12 @@ def layer_tensors(cache: Cache) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _of_one_token(cache: Cache, model: PreTrainedModel) -> Cache:
-    """Returns a cache that has read one token without the memory, whose tensors have the form of any cache's; `cache`
-    itself if it has read none, and its layers have a state.
-    """
-    if is_titans(model):
-        return cache
-    empty, ids = type(cache)(model), torch.full((1, 1), model.memory.first_token, device=cache.device)
-    model.memory.call(model, ids, empty, torch.zeros(1, dtype=torch.int64))
-    return empty
-
-
-def _check_like(name: str, x: Tensor, form: Tensor, cache: Cache, model: PreTrainedModel) -> None:
-    """Raises ValueError unless a tensor fits `form`, the tensor of a cache that has read one token or none."""
-    index, _, own = name.partition(".")
-    shape: list[int | None] = [len(cache.seen), *form.shape[1:]]
-    if index == "state":
-        shape[1:2] = [None if n == 0 else n for n in shape[1:2]]  # it grows
-        is_token = name.rpartition(".")[2] in TOKENS
-        end = model.get_input_embeddings().weight.shape[0] if is_token else None
-        check_tensor(name, x, shape, (form.dtype,), -1 if x.dtype == torch.int32 else 0, end)
-        return
-    if own in KEYS:  # of the tokens read, at most of those that are kept
-        layer, read = cache.layers[int(index)], int(cache.seen.max())
-        shape[-2] = read if layer.window is None else min(read, layer.window - 1 + layer.extra)
-    check_tensor(name, x, shape, (form.dtype, *AUTOCAST))
+def _of_one_token(rows: Rows, model: PreTrainedModel) -> list:
+    """Returns the layers of a new row that has read one token: their tensors have the form of any row's."""
+    one = rows.empty(1, rows.device)
+    ids = torch.full((1, 1), model.memory.first_token, device=rows.device)
+    model.memory.call(model, ids, one, torch.zeros(1, dtype=torch.int64), 1)
+    return one.layers
 
 
 def _fill(layer, tensors: dict[str, Tensor]) -> None:

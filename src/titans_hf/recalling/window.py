@@ -43,7 +43,7 @@ NOT_IN_SDPA = ("softcap", "s_aux")  # arguments of an attention function that "s
 
 
 class LayerOffset(int):
-    """The first column of a mask, 0, which also carries the cache layer that asks for the mask."""
+    """The first column of a mask, 0, which carries the cache layer too: Transformers hands sizes alone to a mask."""
 
     layer: "KeyValueLayer"
 
@@ -59,8 +59,7 @@ class KeyValueLayer(CacheLayerMixin):
     window: tokens that a query sees, itself included; None for all. extra: further columns that are kept, from which
     tokens can be read again. seen (B,) int64, on the CPU: tokens that each row has read; columns before a row's first
     token are not valid. sink: keys and values (B, H, 1, D) in front of the others; None while no query sees them.
-    passage: keys and values (B, H, S, D) between sink and window, in rows with sees_passage (B,) bool.
-    before: the layer as it was before a call that may fail, None outside of such a call.
+    passage: keys and values (B, H, S, D) between sink and window, of which a row sees the columns of sees (B, S) bool.
     """
 
     is_croppable = True
@@ -71,8 +70,11 @@ class KeyValueLayer(CacheLayerMixin):
         self.seen = torch.zeros(1, dtype=torch.int64)
         self.sink: tuple[Tensor, Tensor] | None = None
         self.passage: tuple[Tensor, Tensor] | None = None
-        self.sees_passage = torch.zeros(1, dtype=torch.bool)
-        self.before: KeyValueLayer | None = None
+        self.sees: Tensor | None = None
+
+    def empty(self) -> "KeyValueLayer":
+        """Returns a layer of the same kind that has read nothing."""
+        return KeyValueLayer(self.window, self.extra, is_sliding=self.is_sliding)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = key_states[..., :0, :].detach(), value_states[..., :0, :].detach()
@@ -90,9 +92,6 @@ class KeyValueLayer(CacheLayerMixin):
         length = key_states.shape[-2]
         number = self.num_past() + length
         new = [torch.cat([past, x], -2) for past, x in ((self.keys, key_states), (self.values, value_states))]
-        before, is_whole = self.before, self.window is None
-        if before is not None and before.is_initialized and is_whole and before.keys.data_ptr() == self.keys.data_ptr():
-            before.keys, before.values = (x[..., : before.keys.shape[-2], :].detach() for x in new)  # not kept twice
         self.keys, self.values = (self._kept(x, length) for x in new)
         visible = [x[..., -number:, :] for x in new]
         for front in (self.passage, self.sink):
@@ -123,20 +122,25 @@ class KeyValueLayer(CacheLayerMixin):
         return new
 
     def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.before = None
         if self.is_initialized:
             self.keys, self.values = function(self.keys), function(self.values)
         if self.passage is not None:
             self.passage = (function(self.passage[0]), function(self.passage[1]))
-            self.sees_passage = function(self.sees_passage)
+            self.sees = function(self.sees)
 
-    def last_columns(self, number: int) -> None:
-        """Keeps the last `number` columns."""
-        if self.is_initialized and self.keys.shape[-2] > number:
-            self.keys, self.values = (x[..., x.shape[-2] - number :, :].clone() for x in (self.keys, self.values))
+    def trimmed(self, number: int) -> "KeyValueLayer":
+        """Returns the layer with its last `number` columns, and with the columns of passages that a row sees."""
+        new = copy.copy(self)
+        if new.is_initialized and new.keys.shape[-2] > number:
+            new.keys, new.values = (x[..., x.shape[-2] - number :, :].clone() for x in (new.keys, new.values))
+        if new.passage is not None and not bool((used := new.sees.any(0)).all()):
+            places = used.nonzero()[:, 0]
+            new.passage = tuple(x.index_select(-2, places.to(x.device)) for x in new.passage) if len(places) else None
+            new.sees = new.sees[:, used]
+        return new
 
-    def clear(self, rows: int) -> None:
-        """Lets the layer's `rows` rows have read nothing."""
+    def clear(self) -> None:
+        """Lets all rows have read nothing."""
         if self.is_initialized:
             self.keys, self.values = self.keys[..., :0, :].clone(), self.values[..., :0, :].clone()
         self.passage = None
@@ -147,27 +151,31 @@ class KeyValueLayer(CacheLayerMixin):
 
     def put(self, rows: Tensor, other: "KeyValueLayer", num_rows: int) -> None:
         """Replaces the rows `rows` by the rows of another layer, which may have another number of columns."""
-        known = [x for x in (self, other) if x.is_initialized]
-        columns = max((x.keys.shape[-2] for x in known), default=0)
+        if known := [x for x in (self, other) if x.is_initialized]:
+            olds, news = ((x.keys, x.values) if x.is_initialized else (None, None) for x in (self, other))
+            forms = known[0].keys, known[0].values
+            self.keys, self.values = _put_columns(olds, news, forms, rows, num_rows)
+            self.is_initialized = True
+        if any(x.passage is not None for x in (self, other)):
+            olds, news = (
+                (None,) * 3 if x.passage is None else (*x.passage, x.sees[:, None, :, None]) for x in (self, other)
+            )
+            forms = news if olds[0] is None else olds
+            *passage, sees = _put_columns(olds, news, forms, rows, num_rows)
+            self.passage, self.sees = tuple(passage), sees[:, 0, :, 0]
 
-        def padded(layer: KeyValueLayer, name: str, number: int) -> Tensor:
-            form = getattr(known[0], name)
-            x = getattr(layer, name) if layer in known else form.new_zeros(number, *form.shape[1:])
-            return nn.functional.pad(x, (0, 0, columns - x.shape[-2], 0))
 
-        for name in ("keys", "values") if known else ():
-            old, new = padded(self, name, num_rows), padded(other, name, len(rows))
-            setattr(self, name, old.index_copy(0, rows.to(old.device), new.to(old.dtype)))
-        self.is_initialized = bool(known)
-        if self.passage is None and other.passage is not None:
-            self.passage = tuple(x.new_zeros(num_rows, *x.shape[1:]) for x in other.passage)
-            self.sees_passage = torch.zeros(num_rows, dtype=torch.bool)
-        if self.passage is not None:
-            new = other.passage or [x[:1].expand(len(rows), *x.shape[1:]) for x in self.passage]
-            pairs = zip(self.passage, new, strict=True)
-            self.passage = tuple(old.index_copy(0, rows.to(old.device), x.to(old)) for old, x in pairs)
-            sees = other.sees_passage if other.passage is not None else torch.zeros(len(rows), dtype=torch.bool)
-            self.sees_passage = self.sees_passage.index_copy(0, rows, sees)
+def _put_columns(olds: tuple, news: tuple, forms: tuple, rows: Tensor, num_rows: int) -> list[Tensor]:
+    """Replaces rows (I,) of tensors (R, H, P, D) by those of others, which may have another number of columns P: the
+    shorter gets zeros in front. None is zeros like `forms`.
+    """
+    columns, done = max(0 if x is None else x.shape[-2] for x in (olds[0], news[0])), []
+    for old, new, form in zip(olds, news, forms, strict=True):
+        size = form.shape[1], 0, *form.shape[3:]
+        pair = (form.new_zeros(n, *size) if x is None else x for x, n in ((old, num_rows), (new, len(rows))))
+        old, new = (nn.functional.pad(x, (0, 0, columns - x.shape[-2], 0)) for x in pair)
+        done.append(old.index_copy(0, rows.to(old.device), new.to(old)))
+    return done
 
 
 class StateLayer(LinearAttentionLayer):
@@ -206,9 +214,9 @@ class StateLayer(LinearAttentionLayer):
         self.recurrent_states[state_idx] = recurrent_states.detach()
         return recurrent_states
 
-    def mark_start(self, rows: Tensor, keeps_earlier: bool) -> None:
+    def mark_start(self, rows: Tensor) -> None:
         """Notes the states of rows (B,) bool as the states before a chunk."""
-        if keeps_earlier and self.start is not None:
+        if self.start is not None:
             self.earlier = _merged(rows, self.start, self.earlier)
         self.start = _merged(rows, (self.conv_states, self.recurrent_states), self.start)
 
@@ -224,12 +232,16 @@ class StateLayer(LinearAttentionLayer):
         new.conv_kernel_size = dict(self.conv_kernel_size)
         return new
 
-    def forget_empty_rows(self) -> None:
-        """Resets a layer whose rows have read nothing."""
-        self.__init__(number_of_states=self.number_of_states)
+    def empty(self) -> "StateLayer":
+        """Returns a layer of the same kind that has read nothing."""
+        return StateLayer(self.number_of_states)
 
-    def clear(self, rows: int) -> None:
-        """Lets the layer's `rows` rows have read nothing."""
+    def trimmed(self, number: int) -> "StateLayer":
+        """Returns the layer; a new one if its rows have read nothing."""
+        return self if number else self.empty()
+
+    def clear(self) -> None:
+        """Lets all rows have read nothing."""
         zeros = StateLayer.map(self, torch.zeros_like)
         for name in ("conv_states", "recurrent_states", "start", "earlier"):
             setattr(self, name, getattr(zeros, name))
@@ -297,12 +309,15 @@ class StateAndKeyValueLayer(StateLayer, KeyValueLayer):
         new._map_tensors(function)
         return new
 
-    def forget_empty_rows(self) -> None:
-        self.__init__(self.window, self.extra, self.number_of_states)
+    def empty(self) -> "StateAndKeyValueLayer":
+        return StateAndKeyValueLayer(self.window, self.extra, self.number_of_states)
 
-    def clear(self, rows: int) -> None:
-        StateLayer.clear(self, rows)
-        KeyValueLayer.clear(self, rows)
+    def trimmed(self, number: int) -> "StateAndKeyValueLayer":
+        return KeyValueLayer.trimmed(self, number) if number else self.empty()
+
+    def clear(self) -> None:
+        StateLayer.clear(self)
+        KeyValueLayer.clear(self)
 
     def rewind(self, number: int, is_earlier: bool = False) -> None:
         StateLayer.rewind(self, number, is_earlier)
@@ -336,15 +351,7 @@ def make_layers(model: PreTrainedModel, window: int | None, extra: int) -> list:
 
 
 def set_window_attention(model: PreTrainedModel) -> str:
-    """Lets a model make its masks here, and returns the name of its own attention, which it keeps.
-
-    Raises ValueError if the model cannot take another attention.
-    """
-    if not model._can_set_attn_implementation():
-        raise ValueError(
-            f"`model` is a {type(model).__name__}, which does not use the attention interface of Transformers: it can "
-            "have no window."
-        )
+    """Lets a model make its masks here, and returns the name of its own attention, which it keeps."""
     own = model.config.get_text_config(decoder=True)._attn_implementation
     model.set_attn_implementation(register_attention(own))
     return own
@@ -441,8 +448,8 @@ def visible_columns(layer: KeyValueLayer, length: int, mask_function: Callable, 
     if layer.window is not None:
         allowed = allowed & (queries - keys < layer.window)
     if layer.passage is not None:
-        sees = layer.sees_passage.to(device)[:, None, None, None]
-        allowed = torch.cat([sees.expand(*allowed.shape[:3], layer.passage[0].shape[-2]), allowed], -1)
+        sees = layer.sees.to(device)[:, None, None, :]
+        allowed = torch.cat([sees.expand(*allowed.shape[:3], -1), allowed], -1)
     if layer.sink is not None:
         allowed = torch.cat([queries >= layer.window, allowed], -1)
     return allowed
