@@ -1,7 +1,8 @@
 """Ways in which a frozen model reads a text in pieces, and answers what is asked after it.
 
-`begin()` forgets the text, `read(ids)` reads the next piece, `begin_question()` says that a question follows, `after(ids)` reads on in a branch, which leaves no trace,
-`generate(ids)` reads on and answers. Keys and values count two bytes a number, as they are kept in practice.
+`begin()` forgets the text, `read(ids)` reads the next piece, `begin_question()` says that a question follows,
+`after(ids)` reads on in a branch, which leaves no trace, `generate(ids)` reads on and answers. Keys and values count
+two bytes a number, as they are kept in practice.
 """
 
 import copy
