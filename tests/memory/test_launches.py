@@ -10,8 +10,7 @@ import torch
 from launches import Launches, count
 from remember_models import TOKENS, remembering
 
-from titans_hf import TitansConfig, TitansForCausalLM, memory_ops, token_grid
-from titans_hf import MemoryCache
+from titans_hf import MemoryCache, TitansConfig, TitansForCausalLM, memory_ops, token_grid
 
 SIZES = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=256, tie_word_embeddings=True)
 
