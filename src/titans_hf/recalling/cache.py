@@ -294,9 +294,9 @@ class MemoryCache(Cache):
         """Returns the bytes of "keys and values" of the window and states of recurrent layers, with those that see a
         passage, and of the "text", token ids.
         """
-        held = self.rows.num_bytes() | ({} if self.branch is None else self.branch.num_bytes())
-        text = self.rows.text
-        return {"keys and values": sum(held.values()), "text": 0 if text is None else text.numel() * 4}
+        layers = [*self.rows.layers, *([] if self.branch is None else self.branch.layers)]
+        held = {x.data_ptr(): x.nbytes for layer in layers if hasattr(layer, "named") for x in layer.named().values()}
+        return {"keys and values": sum(held.values()), "text": 0 if self.rows.text is None else self.rows.text.nbytes}
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in self.num_bytes().items())
