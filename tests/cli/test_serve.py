@@ -15,8 +15,7 @@ import pytest
 import torch
 from served import NUM_TOKENS, complete, load_letters, save_letters, serving
 
-from titans_hf import TitansCache
-from titans_hf.remember import MemoryCache
+from titans_hf import MemoryCache, TitansCache
 
 pytestmark = pytest.mark.slow
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -49,7 +49,7 @@ def make_lm(lm_class: type[HFLM], model: torch.nn.Module, **kwargs) -> HFLM:
 @pytest.fixture(scope="module", params=["mac", "mag", "remember"])
 def model(request):
     if request.param == "remember":  # a recall after every 6 tokens of an answer
-        return remembering(memory=("passages",), vocab_size=259, eos_token_id=1)
+        return remembering(vocab_size=259, eos_token_id=1)
     return make_model(request.param, vocab_size=259, eos_token_id=1, pad_token_id=0)
 
 

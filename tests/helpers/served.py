@@ -14,8 +14,8 @@ import torch
 from common import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from titans_hf import remember
 from titans_hf.cli.training.tokenizer import byte_tokenizer
-from titans_hf.remember import remember
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 COMMAND = [sys.executable, "-m", "titans_hf"]

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from titans_hf.cli.serving.generation import ServedModel, TitansGenerateManager
 from titans_hf.cli.serving.requests import CheckedHandler, check_requests
 from titans_hf.cli.shared.checkpoints import check_checkpoint, load_model
-from titans_hf.remember import remember
+from titans_hf.recalling import remember
 
 for _package in ("accelerate", "openai"):  # transformers would notice late that one is missing
     if find_spec(_package) is None:

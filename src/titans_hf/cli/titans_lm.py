@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from titans_hf.cli.shared.checkpoints import check_checkpoint
 from titans_hf.cli.shared.memories import AnyCache, new_cache
-from titans_hf.remember import forget, remember
+from titans_hf.recalling import remember
 
 Tokens = list[int]
 UNLIMITED = 1 << 40  # tokens
@@ -28,10 +28,10 @@ UNLIMITED = 1 << 40  # tokens
 
 @register_model("titans")
 class TitansLM(HFLM):
-    """`HFLM` with a Titans, with an adapter of `titans-hf fit`, or with another model, which gets a memory.
+    """`HFLM` with a Titans, or with another model, which gets a memory.
 
     Args, beyond the arguments of `HFLM`:
-        window, adapter: arguments of `remember`. A Titans gets an adapter's memory beside its own.
+        window: of `remember`, for another model than a Titans.
         max_length: unlimited by default. If given, lm-eval cuts contexts, as for other models.
         piece_length: tokens read at once.
 
@@ -39,16 +39,13 @@ class TitansLM(HFLM):
     which lm-eval determines by trying the longest context.
     """
 
-    def __init__(self, pretrained, *args, piece_length: int = 512, window=None, adapter=None, **kwargs):
+    def __init__(self, pretrained, *args, piece_length: int = 512, window=None, **kwargs):
         if not str(kwargs.get("batch_size", 1)).isdigit():
             raise ValueError(f"`batch_size` must be a number for this model class, but is {kwargs['batch_size']!r}.")
         if isinstance(pretrained, str):
             check_checkpoint(pretrained, "`pretrained`")
         super().__init__(pretrained, *args, **kwargs)
-        given = {name: x for name, x in (("window", window), ("adapter", adapter)) if x is not None}
-        if self.config.model_type == "remember" and given:  # the base model has the adapter's memory
-            forget(self.model)
-            given.setdefault("adapter", pretrained)
+        given = {} if window is None else {"window": window}
         if given or (self.config.model_type != "titans" and not hasattr(self.model, "memory")):
             remember(self.model, **given)
         self.piece_length = piece_length

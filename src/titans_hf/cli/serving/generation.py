@@ -30,7 +30,7 @@ from titans_hf.cli.serving.requests import REQUEST, ServedRequest
 from titans_hf.cli.serving.slots import Slot, Slots
 from titans_hf.cli.serving.snapshots import OPENING, Snapshots
 from titans_hf.cli.shared.memories import new_cache
-from titans_hf.remember.parts import Memory
+from titans_hf.recalling.settings import Memory
 
 LEAST_LIMIT = 4096
 LEAST_TEMPERATURE = 1e-3  # below it logits overflow
@@ -125,8 +125,7 @@ class ServedModel:
         finally:
             caches = [self.slots.leave(slot) for slot in slots]
         cache, is_remembering = caches[0], isinstance(start, MemoryCache)
-        # A memory that does not learn from answers is not that of a model which has read them.
-        if self.snapshots.most and (not is_remembering or self.model.memory.learn_from == "all"):
+        if self.snapshots.most:
             if is_remembering:
                 self._run(cache.read_unread, self.model)
             self._run(self.snapshots.keep, request.owner, ids[0, : cache.get_seq_length()].cpu(), cache)
