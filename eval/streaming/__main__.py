@@ -15,7 +15,7 @@ Methods:
 
     full       attention to all tokens                     window     --window tokens and a sink
     search     the token after the longest match           pasted     the passage as text in a fresh window
-    passages, fast, fast-passages, both                    titans_hf.remember; both: fast weights and list
+    passages   titans_hf.remember
 """
 
 import argparse
@@ -29,27 +29,20 @@ from eval.common.records import append_record, describe_commit, read_records
 from eval.streaming import readers, ruler
 from eval.streaming.tables import plot, tables
 from eval.streaming.tasks import LENGTHS, make_tasks, perform
+from titans_hf import Passages
 from titans_hf.cli.shared.command_line import run_command
 
 BENCHMARK = "streaming"
-REMEMBER = {
-    "window": (),
-    "passages": ("passages",),
-    "fast": ("fast_weights",),
-    "fast-passages": ("fast_weights", "passages"),
-    "both": ("fast_weights", "list"),
-}
-OTHERS = {"full": readers.Reader, "search": readers.Search, "pasted": readers.Pasted}
-METHODS = (*OTHERS, *REMEMBER)
+METHODS = ("full", "window", "search", "pasted", "passages")
 
 
 def make_reader(name: str, args: argparse.Namespace) -> readers.Reader:
     """Loads the model anew, and makes a reader of it."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
-    if name in OTHERS:
-        return readers.Reader(model) if name == "full" else OTHERS[name](model, args.window)
-    options = {"adapter": args.adapter} if args.adapter and "fast_weights" in REMEMBER[name] else {}
-    return readers.Remember(model, args.window, REMEMBER[name], **options)
+    if name in ("window", "passages"):
+        return readers.Remember(model, args.window, Passages() if name == "passages" else None)
+    others = {"search": readers.Search, "pasted": readers.Pasted}
+    return readers.Reader(model) if name == "full" else others[name](model, args.window)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -88,9 +81,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", help=f"tokens of fillers or prompts: {LENGTHS}")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the frozen weights")
-    parser.add_argument("--adapter", type=Path, help="fitted fast weights")
-    parser.add_argument("--label", help="added to the methods' names in the record, such as the name of the adapter")
-    parser.add_argument("--seed", type=int, default=0, help="of facts and needles; with --task loss, of the adapter")
+    parser.add_argument("--label", help="added to the methods' names in the record")
+    parser.add_argument("--seed", type=int, default=0, help="of facts and needles")
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
     parser.add_argument("--plot", type=Path, help="a file for the picture")
     args = parser.parse_args(argv)

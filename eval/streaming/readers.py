@@ -1,29 +1,28 @@
 """Ways in which a frozen model reads a text in pieces, and answers what is asked after it.
 
-`begin()` forgets the text, `read(ids)` reads the next piece, `after(ids)` reads on in a branch, which leaves no trace,
-`generate(ids)` reads on and answers. Keys and values count two bytes a number, as they are kept in practice.
+`begin()` forgets the text, `read(ids)` reads the next piece, `begin_question()` says that a question follows,
+`after(ids)` reads on in a branch, which leaves no trace, `generate(ids)` reads on and answers. Keys and values count
+two bytes a number, as they are kept in practice.
 """
 
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
-from titans_hf.remember import MemoryCache, remember
-from titans_hf.remember.parts import end_tokens
-from titans_hf.remember.passages import Passages
+from titans_hf import MemoryCache, Passages, remember
+from titans_hf.cli.shared.text_ids import end_tokens
 
 LONGEST, CERTAIN = 16, 0.99  # tokens of a match, and the probability of the token after it
 TOKEN_BYTES = 4  # of a token of a text
 
 
 class Reader:
-    """Full attention; a window, a longer one too, is a memory without parts (`Remember`)."""
+    """Full attention; a window, a longer one too, is a memory without passages (`Remember`)."""
 
     piece = 256  # tokens of a call
     copied = staticmethod(copy.deepcopy)  # a cache for a branch
@@ -39,6 +38,9 @@ class Reader:
     def begin(self) -> None:
         """Forgets the text."""
         self.cache, self.start = DynamicCache(), 0
+
+    def begin_question(self) -> None:
+        """Lets a question begin with the next token."""
 
     def state_bytes(self) -> int:
         """Returns the bytes of what is kept of the text."""
@@ -87,19 +89,21 @@ class Remember(Reader):
     piece = 512
     copied = staticmethod(copy.copy)  # a MemoryCache is a value
 
-    def __init__(self, model: PreTrainedModel, window: int, memory: tuple[str, ...], **options):
+    def __init__(self, model: PreTrainedModel, window: int, passages: Passages | None):
         super().__init__(model)
-        self.window, self.recalls = window, "passages" in memory
-        self.settings |= {name: Path(x).name for name, x in options.items()}
-        remember(model, window, memory, **options)
+        self.window, self.recalls = window, passages is not None
+        remember(model, window, passages=passages)
 
     def begin(self) -> None:
         self.cache, self.start = MemoryCache(self.model), 0
 
+    def begin_question(self) -> None:
+        self.cache.start_prompt()
+
     def state_bytes(self) -> int:
-        """Returns the bytes of keys and values, and of the parts of the memory."""
+        """Returns the bytes of keys and values, and of the text."""
         held = min(self.start, self.window + self.model.memory.extra_columns)
-        return held * self.column_bytes + sum(x.numel() * x.element_size() for x in self.cache.state.values())
+        return held * self.column_bytes + self.cache.num_bytes()["text"]
 
     @torch.no_grad()
     def after(self, ids: Tensor) -> Tensor:
@@ -127,7 +131,7 @@ class Search(Remember):
     """
 
     def __init__(self, model: PreTrainedModel, window: int):
-        super().__init__(model, window, ())
+        super().__init__(model, window, None)
 
     def begin(self) -> None:
         super().begin()
@@ -161,18 +165,21 @@ class Search(Remember):
 
 
 class Pasted(Reader):
-    """Plain retrieval: where it is asked, a fresh window reads the begin token, the passage that `remember` would read
+    """Plain retrieval: where it is asked, a fresh window reads the begin token, the passages that `remember` would read
     again, as text, and the last tokens. It keeps the ids alone, and reads nothing before it is asked.
     """
 
     def __init__(self, model: PreTrainedModel, window: int):
         super().__init__(model)
-        self.window, self.passages = window, Passages(end_tokens=end_tokens(model.generation_config))
+        self.window, self.passages, self.asked = window, Passages(), 0
         self.first = model.config.get_text_config(decoder=True).bos_token_id or 0
 
     def begin(self) -> None:
         super().begin()
-        self.ids = torch.zeros(0, dtype=torch.int64)
+        self.ids, self.asked = torch.zeros(0, dtype=torch.int64), 0
+
+    def begin_question(self) -> None:
+        self.asked = len(self.ids)
 
     def state_bytes(self) -> int:
         """Returns the bytes of the text."""
@@ -189,15 +196,19 @@ class Pasted(Reader):
         return super().read(self.prompt(text, len(ids)))[-len(ids) :]
 
     def prompt(self, text: Tensor, num_asked: int) -> Tensor:
-        """Returns what a fresh window reads: at most `window` tokens. The passage is chosen before the asked ones."""
+        """Returns what a fresh window reads: at most `window` tokens. Passages are chosen before the last `num_asked`
+        tokens, by the question before these; of too many, the newest are read.
+        """
         known = text[: len(text) - num_asked]
-        begin = self.passages.choose(known, len(known), self.window) if len(text) > self.window else None
-        passage = text[:0] if begin is None else text[begin : begin + self.passages.size]
+        choice = self.passages.choose(known, len(known), self.window, len(known) - self.asked)
+        passage = text[:0] if choice is None else torch.cat([text[begin:end] for begin, end in choice.pieces])
+        passage = passage[-self.window // 2 :] if len(passage) > self.window // 2 else passage
         rest = text[max(0, len(text) - (self.window - 1 - len(passage))) :]
         return torch.cat([torch.tensor([self.first] if len(text) > self.window else []).long(), passage, rest])
 
     def generate(self, ids: Tensor, most: int, is_done: Callable[[list[int]], bool] = lambda said: False) -> list[int]:
         """Reads tokens (T,) in a fresh window, and answers greedily. A chat goes on after all but the last token."""
+        self.begin_question()
         self.read_on(ids)
         super().begin()
         said = super().generate(self.prompt(self.ids, 0), most, is_done)

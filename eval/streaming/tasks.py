@@ -81,6 +81,7 @@ def ask(reader: Reader, question: Question, tokenizer: PreTrainedTokenizerBase) 
 
         said = tokenizer.decode(reader.generate(ids, generated, is_found), skip_special_tokens=True)
         return [kind, value, said, ruler.score(said, value)]
+    reader.begin_question()
     reader.read_on(ids[:-1])
     log_p = {}
     for option in options:
@@ -95,7 +96,9 @@ def ask_facts(reader: Reader, task: Task, tokenizer: PreTrainedTokenizerBase) ->
     """Reads a text, and asks each of its questions at its place; the text goes on with the right answer."""
     found, start = [], 0
     for answer in task.answers:
-        reader.read_on(task.ids[start : answer.begin - 1])
+        reader.read_on(task.ids[start : answer.question])
+        reader.begin_question()
+        reader.read_on(task.ids[answer.question : answer.begin - 1])
         start = answer.begin - 1
         log_p = reader.after(task.ids[start : answer.end])
         tops = {start + i: top for i, top in enumerate(log_p.argmax(1).tolist())}

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.streaming import chat, facts, readers, ruler, tasks
 from eval.streaming.__main__ import main
+from titans_hf import Passages
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +32,9 @@ STORIES = {  # facts, a question, its answer
 }  # fmt: skip
 READERS = {
     "full": readers.Reader,
-    "window": lambda model: readers.Remember(model, WINDOW, ()),
+    "window": lambda model: readers.Remember(model, WINDOW, None),
     "search": lambda model: readers.Search(model, WINDOW),
-    "fast": lambda model: readers.Remember(model, WINDOW, ("fast_weights",)),
-    "passages": lambda model: readers.Remember(model, WINDOW, ("passages",)),
+    "passages": lambda model: readers.Remember(model, WINDOW, Passages()),
     "pasted": lambda model: readers.Pasted(model, WINDOW),
 }
 
@@ -57,7 +57,7 @@ def test_a_branch_leaves_nothing(name):
         if len(other):
             reader.generate(other, 5)
     torch.testing.assert_close(*said, atol=1e-5, rtol=0)
-    if name in ("full", "window", "search", "fast"):
+    if name in ("full", "window", "search"):
         torch.testing.assert_close(reader.read(ids[400:]), said[1], atol=1e-4, rtol=0)
         torch.testing.assert_close(said[1].exp().sum(1), torch.ones(80))
 
@@ -99,8 +99,8 @@ def test_every_question_has_its_answer():
         ids, answers = facts.make_text("It rained.", tokenizer, str(seed))
         told, asked = tokenizer.decode(ids).split("It rained.")
         assert Counter(x.kind for x in answers) == dict.fromkeys(("begun", "cloze", "pair", "updated", "absent"), 4)
-        for kind, begin, end, value, values in answers:
-            question = re.split(r"\. |\n\n", tokenizer.decode(ids[:begin]))[-1]
+        for kind, first, begin, end, value, values in answers:
+            question = tokenizer.decode(ids[first:begin])
             assert tokenizer.decode(ids[begin:end]) == f" {value}" and question in asked and told.count(value) == 1
             lines = [x for x in re.split(r"(?<=\.) ", told.strip()) if x.startswith(question)]
             assert len(lines) == {"begun": 1, "pair": 1, "cloze": 0, "updated": 2, "absent": 0}[kind]

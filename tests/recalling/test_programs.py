@@ -2,7 +2,6 @@
 
 import inspect
 
-import families
 import pytest
 import torch
 from remember_models import TOKENS, close, remembering, small_model
@@ -11,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from titans_hf.remember import MemoryCache, forget, remember
+from titans_hf import MemoryCache, forget, remember
 
 
 def test_a_call_changes_nothing_that_other_threads_read():
@@ -30,7 +29,7 @@ def test_a_call_changes_nothing_that_other_threads_read():
     model.set_attn_implementation("watched")
     model.train()
     model.activation_checkpointing_enable()
-    remember(model, 12, ())
+    remember(model, 12)
     seen.clear()
     before = flags()
     model(TOKENS)
@@ -49,7 +48,7 @@ def test_the_backbone_alone_is_not_the_model():
 def test_adapters_of_rows():
     """PEFT gives each row of a call an adapter; rows that are read apart would have another row's."""
     peft = pytest.importorskip("peft")
-    model = remember(peft.get_peft_model(small_model(), peft.LoraConfig(target_modules=["q_proj"])).eval(), 12, ())
+    model = remember(peft.get_peft_model(small_model(), peft.LoraConfig(target_modules=["q_proj"])).eval(), 12)
     model(TOKENS)
     with pytest.raises(ValueError, match="PEFT's `adapter_names` must be None"):
         model(TOKENS, adapter_names=["default", "__base__"] * 2)
@@ -64,29 +63,7 @@ def test_a_forward_of_the_instance():
     assert forget(model)(TOKENS).logits.equal(own)
     other.forward = other.forward
     with pytest.raises(ValueError, match=r"`model\.forward` was replaced"):
-        remember(other, 12, ())
-
-
-def test_weights_of_inference_mode():
-    """Beside weights of inference_mode no fast weights learn: `remember` says so. Passages need no gradient."""
-    model = small_model()
-    with torch.inference_mode():
-        model.float()
-    with pytest.raises(ValueError, match=r"weights from `torch\.inference_mode"):
-        remember(model, 12, ("fast_weights",))
-    assert remember(model, 12).generate(TOKENS[:1], max_new_tokens=2).shape[1] == TOKENS.shape[1] + 2
-
-
-def test_a_single_token_has_a_gradient():
-    """Bamba writes the state of a recurrent layer in place, in a call of a single token, as in a chunk of 1."""
-    model = families.small_model("bamba")
-    fast, _ = families.small_memory(model)
-    fast.step.chunk = 1
-    remember(model, 6, ("fast_weights",), fast_weights=fast)
-    cache = MemoryCache(model)
-    model(TOKENS[:1, :3], labels=TOKENS[:1, :3], cache=cache).loss.backward()
-    states = [x for layer in cache.layers for x in getattr(layer, "recurrent_states", {}).values()]
-    assert states and not any(x.requires_grad for x in states)
+        remember(other, 12)
 
 
 def test_the_gradient_of_a_batch():

@@ -6,35 +6,30 @@ The model keeps its weights, its class's name and its files. Its class becomes a
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..cache_titans import base_model
 from ..generation_titans import EndedRowsMixin, check_prompt
-from . import reading
-from . import recall as recalling
-from .adapter import load_adapter
 from .cache import MemoryCache
-from .columns import CallColumns
-from .fast_weights import FastWeights, decoder_layers, linear_layers, random_fast_weights
-from .parts import FAST_WEIGHTS, LIST, PARTS, PASSAGES, Memory, check_settings, choose_first_token, end_tokens
+from .columns import Columns
 from .passages import Passages
-from .titans_layer import is_titans
-from .token_list import TokenList
-from .window import PREFIX, KeyValueLayer, register_attention, set_window_attention
+from .reading import check_backbone
+from .recall import read_call
+from .rotary import fix_frequencies, free_frequencies
+from .settings import Memory, resolve
+from .window import PREFIX, register_attention, set_window_attention
 
-# Value projections alone, else joined with others, else outputs. Values have the shape of keys: only names differ.
-VALUES = ("v_proj",), ("qkv_proj", "c_attn", "query_key_value", "Wqkv"), ("o_proj", "out_proj", "down_proj")
-WINDOW = 1024  # without an adapter
+DEFAULT_PASSAGES = Passages()
 CHECK_LENGTH, CHECK_WINDOW = 24, 8  # of the text that a new memory is tried with, in tokens
 # Of logits, relative to the largest; 0.1 in other dtypes. Many float64 models compute partly in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -46,85 +41,31 @@ _GENERATION: ContextVar[tuple[int, list[MemoryCache]] | None] = ContextVar("gene
 
 def remember(
     model: PreTrainedModel,
-    window: int | str | None = "auto",
-    memory: Sequence[str] | None = None,
+    window: int = 1024,
     *,
-    adapter: str | Path | None = None,
-    passages: Passages | None = None,
-    fast_weights: FastWeights | None = None,
-    token_list: TokenList | None = None,
+    passages: Passages | None = DEFAULT_PASSAGES,
     first_token: int | None = None,
-    learn_from: str | None = None,
 ) -> PreTrainedModel:
     """Gives a causal language model a memory of the text that it has read, in place, and returns the model.
 
-    Args:
-        model: any causal language model of Transformers that uses the attention interface, also inside of PEFT's.
-        window: tokens that a query of a full-attention layer sees. None keeps full attention. Sliding and recurrent
-            layers stay as they are. "auto" is the window of the adapter, without one 1,024, and None for a Titans.
-        memory: which of "passages" (text that has left the window is read again where it is asked for), "fast_weights"
-            and "list". None is passages and the parts that are passed or that the adapter has, or fast weights for a
-            Titans. Without a window no text leaves it, and there are no passages.
-        adapter: a folder, or a name on the Hub, with fitted fast weights and list, as `save_adapter` writes it.
-        passages: settings of passages.
-        fast_weights: fitted fast weights; by default random directions on the value projections, which need no fit.
-        token_list: a fitted list; by default a random projection with a cautious read-out.
-        first_token: the token of the sink, by default the model's begin token.
-        learn_from: "read" learns only from prompts and texts, "all" also from the tokens that `generate()` makes. By
-            default the adapter's, and "read" without one.
+    The model attends to a window. What has left it is kept as token ids; when an answer is due, the passages that the
+    prompt asks for are read again.
 
-    Raises ValueError for a model that already has a memory, for a bad argument, and for a model that does not read
-    exactly with a window, as a random text shows. After an error, the model is unchanged.
+    Args:
+        model: any causal language model of Transformers that uses the attention interface and has a layer of full
+            attention, also inside of PEFT's.
+        window: tokens that a query of a full-attention layer sees. Sliding and recurrent layers stay as they are.
+        passages: how passages are chosen and read again; None for the window alone.
+        first_token: the token of the sink, by default the model's begin token.
+
+    Raises ValueError for a model that already has a memory or can have none, for a bad argument, and for a model that
+    does not read exactly with a window, as a random text shows. After an error, the model is unchanged.
     """
     whole, model = model, base_model(model)
-    if hasattr(model, "memory"):
-        raise ValueError("`model` has a memory already: call `forget(model)` first.")
-    if "forward" in model.__dict__ and "_old_forward" not in model.__dict__:
-        raise ValueError("`model.forward` was replaced, as torch.compile and accelerate do: call `remember` before.")
-    if memory is None:
-        given = {PASSAGES: not is_titans(model), FAST_WEIGHTS: fast_weights, LIST: token_list}
-        memory = PARTS if adapter is not None else [name for name, x in given.items() if x] or [FAST_WEIGHTS]
-    memory = (memory,) if isinstance(memory, str) else memory
-    if unknown := set(memory) - set(PARTS):
-        raise ValueError(f"`memory` may hold {', '.join(map(repr, PARTS))}, got {sorted(unknown)}.")
-    if adapter is not None:
-        found = load_adapter(model, adapter)
-        memory = [x for x in memory if x in found["memory"]]
-        window = found["window"] if window == "auto" else window
-        given = dict(first_token=first_token, learn_from=learn_from, fast_weights=fast_weights, token_list=token_list)
-        first_token, learn_from, fast_weights, token_list = (found[k] if x is None else x for k, x in given.items())
-    if window == "auto":
-        window = None if is_titans(model) else WINDOW
-    learn_from = learn_from or "read"
-    check_settings(model, window, learn_from)
-    if fast_weights is not None:
-        fast_weights.check(model)
-    if FAST_WEIGHTS in memory and any(x.is_inference() for x in model.state_dict().values()):
-        raise ValueError("`model` has weights from `torch.inference_mode()`, by which nothing learns: load it outside.")
-    config = model.config.get_text_config(decoder=True)
-    if fast_weights is None and FAST_WEIGHTS in memory:
-        fast_weights = default_fast_weights(model)
-    passages = passages or Passages()
-    if passages.end_tokens is None:
-        passages = replace(passages, end_tokens=end_tokens(model.generation_config or config))
-    own = type(model)
-    new = Memory(
-        window=window,
-        passages=None if window is None or PASSAGES not in memory else passages,
-        fast_weights=fast_weights if FAST_WEIGHTS in memory else None,
-        token_list=(token_list or TokenList.random(config.hidden_size)) if LIST in memory else None,
-        first_token=choose_first_token(model, first_token),
-        learn_from=learn_from,
-        forward=own.forward,
-        arguments=frozenset(inspect.signature(own.forward).parameters),
-    )
-    own_attention = model.config.get_text_config(decoder=True)._attn_implementation
-    if is_titans(model):
-        new.own_attention, new.own_learning = own_attention, model.memory_learning
-    else:
-        new.own_attention = set_window_attention(model)
+    memory = resolve(model, window, passages, first_token)
+    memory.own_attention = set_window_attention(model)
     try:
-        attach(model, new)
+        attach(model, memory)
         check_reading(model)
     except BaseException:
         forget(model)
@@ -148,9 +89,8 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
         model.__dict__.pop("_original_forward", None)
     for module in memory.checkpointed:
         module.gradient_checkpointing = True
+    free_frequencies(memory.frequencies)
     model.set_attn_implementation(memory.own_attention)
-    if is_titans(model):
-        model.set_memory_learning(memory.own_learning)
     return whole
 
 
@@ -167,17 +107,10 @@ def remembering(model: PreTrainedModel, *args, **kwargs) -> Iterator[PreTrainedM
 def attach(model: PreTrainedModel, memory: Memory) -> None:
     """Lets a model read with a memory."""
     model.memory = memory
-    if memory.fast_weights is not None:
-        memory.hooks += memory.fast_weights.attach(model)
-    if memory.token_list is not None:
-        memory.hooks.append(feed_forward(model).register_forward_pre_hook(reading.note_mlp_inputs))
     if model.base_model is not model:
-        memory.hooks.append(model.base_model.register_forward_pre_hook(reading.check_backbone))
+        memory.hooks.append(model.base_model.register_forward_pre_hook(check_backbone))
     stop_checkpointing(model)
-    layers = MemoryCache(model).layers
-    memory.has_states = any(hasattr(x, "mark_start") for x in layers)
-    if not any(isinstance(x, KeyValueLayer) and not x.is_sliding for x in layers):
-        memory.passages = None  # no layer could see them
+    memory.frequencies = fix_frequencies(model)
     model.__class__ = remembering_class(type(model))
     _set_hooked_forward(model)
 
@@ -195,62 +128,47 @@ def _set_hooked_forward(model: PreTrainedModel) -> None:
         model._old_forward = type(model).forward.__get__(model)
 
 
-def default_fast_weights(model: PreTrainedModel) -> FastWeights:
-    """Returns random directions on the value projections of the upper half of the layers, without the last layer."""
-    number = len(decoder_layers(model)[1])
-    layers = range(number // 2, max(number - 1, number // 2 + 1))
-    kinds = next((x for x in VALUES if linear_layers(model, layers, x)), None)
-    if kinds is None:
-        raise ValueError(f"`model` is a {type(model).__name__} without known value projections: pass `fast_weights`.")
-    return random_fast_weights(model, layers, kinds, rank=16, rate=4.0)
-
-
-def feed_forward(model: PreTrainedModel) -> torch.nn.Module:
-    """Returns the feed-forward network of a model's last layer, its first part with matrices and a single input, or, if
-    there is none, the output embeddings.
-    """
-    for part in decoder_layers(model)[1][-1].children():
-        inputs = [*inspect.signature(type(part).forward).parameters][1:]
-        if len(inputs) == 1 and any(x.dim() > 1 for x in part.parameters()):
-            return part
-    return model.get_output_embeddings()
-
-
 @torch.no_grad()
 def check_reading(model: PreTrainedModel) -> None:
     """Reads a random text beyond a small window, whole and in pieces. Raises ValueError if the logits differ, or if the
     window has no effect.
     """
-    memory, training = model.memory, model.training
-    window, learning = memory.window, memory.learning
+    memory, training, name = model.memory, model.training, type(model).__name__
     embeddings = model.get_input_embeddings().weight
     size, device = len(embeddings), "cpu" if embeddings.is_meta else embeddings.device  # accelerate moves inputs
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(size, 1000), (1, CHECK_LENGTH), generator=generator).to(device)
-    has_window = any(not getattr(x, "is_sliding", True) for x in MemoryCache(model).layers)
-    tried_window = CHECK_WINDOW if has_window else None
     model.eval()
-    memory.learning = False
     try:
-        results = []
-        for tried, pieces in ((None, [CHECK_LENGTH]), (tried_window, [CHECK_LENGTH]), (tried_window, [5, 1, 9, 9])):
-            memory.window = tried
+        results, small, large = [], min(CHECK_WINDOW, memory.window), 2 * CHECK_LENGTH
+        for tried, pieces in ((large, [CHECK_LENGTH]), (small, [CHECK_LENGTH]), (small, [5, 1, 9, 9])):
+            model.memory = replace(memory, window=tried, passages=None)
             cache = MemoryCache(model)
             results.append(torch.cat([model(x, cache=cache).logits for x in ids.split(pieces, 1)], 1))
     finally:
-        memory.window, memory.learning = window, learning
+        model.memory = memory
         model.train(training)
     full, whole, in_pieces = (x[0].double() for x in results)
     allowed = TOLERANCE.get(results[0].dtype, 0.1) * float(full.abs().max())
     if not float((whole - in_pieces).abs().max()) <= allowed:
-        raise ValueError(f"`model` is a {type(model).__name__}, whose logits differ if a text is read in pieces.")
-    if has_window and float((full[:CHECK_WINDOW] - whole[:CHECK_WINDOW]).abs().max()) > allowed:
-        raise ValueError(f"`model` is a {type(model).__name__}, whose window changes the logits within the window.")
-    if has_window and torch.equal(full[CHECK_WINDOW:], whole[CHECK_WINDOW:]):
-        raise ValueError(f"`model` is a {type(model).__name__}, which ignores a window of attention.")
+        kind = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+        why = "" if kind is None else f" Its weights are quantised ({getattr(kind, 'value', kind)}): try another dtype."
+        raise ValueError(f"`model` is a {name}, whose logits differ if a text is read in pieces.{why}")
+    if float((full[:small] - whole[:small]).abs().max()) > allowed:
+        raise ValueError(f"`model` is a {name}, whose window changes the logits within the window.")
+    if torch.equal(full[small:], whole[small:]):
+        raise ValueError(f"`model` is a {name}, which ignores a window of attention.")
 
 
-class RememberingModel(EndedRowsMixin):
+class KeptCacheMixin(GenerationMixin):
+    """`generate()` that goes on with its cache: Phi-3 drops it where its rotary frequencies would change."""
+
+    def prepare_inputs_for_generation(self, *args, cache: MemoryCache | None = None, **kwargs) -> dict:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        return inputs if cache is None else inputs | {"cache": cache}
+
+
+class RememberingModel(EndedRowsMixin, KeptCacheMixin):
     """The methods that a model with a memory has before its own class's methods."""
 
     memory: Memory
@@ -264,23 +182,10 @@ class RememberingModel(EndedRowsMixin):
         register_attention(self.memory.own_attention)
         _set_hooked_forward(self)
 
-    @property
-    def memory_learning(self) -> bool:
-        """Whether the memory learns while the model reads."""
-        return self.memory.learning
-
-    def set_memory_learning(self, learning: bool = True) -> None:
-        """Lets the memory learn while the model reads, or read without learning."""
-        self.memory.learning = bool(learning)
-        if is_titans(self):
-            super().set_memory_learning(learning)
-
     def set_attn_implementation(self, attn_implementation: str, **kwargs) -> None:
         """Sets the attention inside of the window."""
         super().set_attn_implementation(attn_implementation, **kwargs)
-        if is_titans(self):
-            self.memory.own_attention = attn_implementation
-        elif not str(attn_implementation).startswith(PREFIX):
+        if not str(attn_implementation).startswith(PREFIX):
             self.memory.own_attention = set_window_attention(self)
 
     def gradient_checkpointing_enable(self, *args, **kwargs) -> None:
@@ -307,13 +212,14 @@ class RememberingModel(EndedRowsMixin):
         if isinstance(cache := model_kwargs.get("cache"), MemoryCache):
             num_columns, caches = _GENERATION.get()
             caches.append(cache)
-            cache.prompt_end, cache.recalled = num_columns, []
+            cache.prompt_end, cache.in_answer = num_columns, False
+            cache.recalled = [[] for _ in cache.recalled]
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
     def generate(self, inputs: Tensor | None = None, *args, **kwargs):
-        """Generates as the model's own class does; with learn_from="read" the memory does not learn the generated
-        tokens. Rows recall at the last token of the prompt, and again after every `passages.every` generated tokens.
+        """Generates as the model's own class does. Rows recall at the last token of the prompt, and again after every
+        `passages.every` generated tokens. What follows is the next prompt, by which passages are chosen.
         """
         prompt = kwargs.get("input_ids") if inputs is None else inputs
         number = 1 if prompt is None or not prompt.numel() else prompt.shape[-1]  # Transformers begins with one token
@@ -324,8 +230,9 @@ class RememberingModel(EndedRowsMixin):
         finally:
             _GENERATION.reset(token)
             for cache in caches:
-                cache.prompt_end = None
+                cache.prompt_end, cache.in_answer = None, False
                 cache.end_recall()
+                cache.begin_prompt()
 
 
 def remembering_class(own: type) -> type:
@@ -368,19 +275,21 @@ def _forward(
     if cache is not None and not isinstance(cache, MemoryCache):
         raise ValueError(f"`cache` must be a MemoryCache for a model with a memory, got {type(cache).__name__}.")
     if input_ids is None:
-        raise ValueError("`input_ids` must be given to a model with a memory: it learns which token follows.")
-    if recall and model.memory.passages is None and model.memory.window is not None:
-        raise ValueError("`recall` needs a memory with passages, which need a layer of full attention with a window.")
+        raise ValueError("`input_ids` must be given to a model with a memory: it keeps token ids.")
+    if recall and model.memory.passages is None:
+        raise ValueError("`recall` needs passages, and this memory is a window alone.")
+    if cache is not None and cache.memory is not model.memory:
+        raise ValueError("`cache` must belong to this model: create it by `MemoryCache(model)`.")
     _check_others(model, others)
     returns_cache = use_cache is not False or cache is not None
     cache = MemoryCache(model) if cache is None else cache
-    columns = _columns(model, input_ids, attention_mask, position_ids)
+    columns = _columns(input_ids, attention_mask, position_ids)
     columns = _of_generation(model, cache, columns, returns_cache)
     length, is_number = input_ids.shape[1], isinstance(logits_to_keep, int)
     num_kept = min(logits_to_keep, length) if is_number and logits_to_keep and labels is None else length
     asked = {"output_hidden_states": output_hidden_states, "output_router_logits": output_router_logits}
     asked = {name: value for name, value in asked.items() if value is not None}
-    logits, of_layers = recalling.read(model, cache, columns, num_kept, asked, recall)
+    logits, of_layers = read_call(model, cache, columns, num_kept, asked, recall)
     output = {"logits": logits if is_number else logits[:, logits_to_keep], **of_layers}
     output["cache"] = cache if returns_cache else None
     if labels is not None:
@@ -421,7 +330,7 @@ def _check_others(model: PreTrainedModel, arguments: dict) -> None:
             raise ValueError(f"`{name}` has no meaning for a model with a memory, which reads `input_ids` in pieces.")
 
 
-def _columns(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> CallColumns:
+def _columns(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Columns:
     """Returns the columns of a call. A token whose position is 0 begins a document, if the call has one before."""
     length = ids.shape[1]
     real = torch.ones(ids.shape, dtype=torch.bool)
@@ -435,29 +344,21 @@ def _columns(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions
     if positions is not None and positions.dim() == 2 and length > 1:
         is_first = positions[:, -length:].cpu() == 0
         starts = is_first & real & (real.cumsum(1) > 1)
-    learning = torch.full_like(real, model.memory.learning)
-    return CallColumns(ids, real, starts, real & learning, learning, torch.zeros_like(real))
+    return Columns(ids.to(torch.int64), real, starts, torch.zeros_like(real))
 
 
-def _of_generation(
-    model: PreTrainedModel, cache: MemoryCache, columns: CallColumns, returns_cache: bool
-) -> CallColumns:
-    """Returns the columns of a call inside of `generate()`: which are learned, and after which the rows recall. Of any
-    other cache than that of `generate()`, as guidance has it, the first call is the prompt.
+def _of_generation(model: PreTrainedModel, cache: MemoryCache, columns: Columns, returns_cache: bool) -> Columns:
+    """Returns the columns of a call inside of `generate()`: after which of them the rows recall. Of any other cache
+    than that of `generate()`, as guidance has it, the first call is the prompt.
     """
-    if (generation := _GENERATION.get()) is None:
+    if (generation := _GENERATION.get()) is None or (passages := model.memory.passages) is None:
         return columns
-    memory, length, begin = model.memory, columns.ids.shape[1], cache.get_seq_length()
+    length, begin = columns.width, cache.get_seq_length()
     if cache.prompt_end is None:
-        cache.prompt_end = begin + length if returns_cache else generation[0]
-    number = begin + torch.arange(length) - cache.prompt_end  # of own tokens before each, (T,)
-    if memory.learn_from == "read":
-        columns = columns._replace(learns=columns.learns & (number < 0))
-    if memory.passages is not None:
-        every, since = memory.passages.every, number[None] + 1
-        if cache.prompt_end == 0 and cache.since_recall is not None:  # each row by its own last recall
-            since = cache.since_recall[:, None] + 1 + torch.arange(length)
-        columns = columns._replace(recalls=((since >= 0) & (since % every == 0)).expand(columns.ids.shape))
-    if begin + length >= cache.prompt_end:
-        cache.prompt_end = 0  # all that follows is an answer
-    return columns
+        cache.prompt_end, cache.in_answer = begin + length if returns_cache else generation[0], False
+    since = begin - cache.prompt_end + 1 + torch.arange(length)[None]  # of own tokens up to each, (1, T)
+    if cache.in_answer and cache.since_recall is not None:  # each row by its own last recall
+        since = cache.since_recall[:, None] + 1 + torch.arange(length)
+    cache.in_answer = begin + length >= cache.prompt_end
+    recalls = (since >= 0) & (since % passages.every == 0)
+    return columns._replace(recalls=recalls.expand(columns.ids.shape))
