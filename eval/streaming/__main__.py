@@ -13,9 +13,10 @@ Every text is read in pieces, as a stream. With --task
 
 Methods:
 
-    full       attention to all tokens                     window     --window tokens and a sink
-    search     the token after the longest match           pasted     the passage as text in a fresh window
-    passages, fast, fast-passages, both                    titans_hf.remember; both: fast weights and list
+    full         attention to all tokens                   window      --window tokens and a sink
+    passages     titans_hf.remember                        search      the token after the longest match
+    retrieved    plain retrieval: the passage that `remember` would choose, and the question alone
+    bm25         plain retrieval: the best --sentences by BM25, and the question alone
 """
 
 import argparse
@@ -28,28 +29,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eval.common.records import append_record, describe_commit, read_records
 from eval.streaming import readers, ruler
 from eval.streaming.tables import plot, tables
-from eval.streaming.tasks import LENGTHS, make_tasks, perform
+from eval.streaming.tasks import LENGTHS, digest, make_tasks, perform
 from titans_hf.cli.shared.command_line import run_command
 
 BENCHMARK = "streaming"
-REMEMBER = {
-    "window": (),
-    "passages": ("passages",),
-    "fast": ("fast_weights",),
-    "fast-passages": ("fast_weights", "passages"),
-    "both": ("fast_weights", "list"),
+METHODS = {
+    "full": lambda model, *_: readers.Reader(model),
+    "window": lambda model, _, args: readers.Remember(model, args.window, ()),
+    "passages": lambda model, _, args: readers.Remember(model, args.window, ("passages",)),
+    "search": lambda model, _, args: readers.Search(model, args.window),
+    "retrieved": lambda model, tokenizer, _: readers.RetrievedPassage(model, tokenizer),
+    "bm25": lambda model, tokenizer, args: readers.RetrievedSentences(model, tokenizer, args.sentences),
 }
-OTHERS = {"full": readers.Reader, "search": readers.Search, "pasted": readers.Pasted}
-METHODS = (*OTHERS, *REMEMBER)
-
-
-def make_reader(name: str, args: argparse.Namespace) -> readers.Reader:
-    """Loads the model anew, and makes a reader of it."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
-    if name in OTHERS:
-        return readers.Reader(model) if name == "full" else OTHERS[name](model, args.window)
-    options = {"adapter": args.adapter} if args.adapter and "fast_weights" in REMEMBER[name] else {}
-    return readers.Remember(model, args.window, REMEMBER[name], **options)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -61,13 +52,16 @@ def run(args: argparse.Namespace) -> None:
         about = {"task": args.task, "data": args.data, "window": args.window, "seed": args.seed}
         done = [x["run"] for x in read_records(args.output, BENCHMARK)]
         left = [x for x in tasks if about | {"text": x.text, "method": method} not in done]
-        reader = make_reader(name, args) if left else None
+        if left:
+            model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
+            reader = METHODS[name](model, tokenizer, args)
         for task in left:
             begin = time.process_time()
             result, state_bytes, tokens = perform(task, reader, tokenizer)
             seconds = round(time.process_time() - begin, 1)
             config = reader.settings | {"model": Path(args.model).name}
             line = {"run": about | {"text": task.text, "method": method}, "config": config, "tokens": tokens}
+            line["digest"] = digest(task)
             line |= {"bytes": state_bytes, "seconds": seconds, "commit": describe_commit(), "result": result}
             append_record({"benchmark": BENCHMARK, **line}, args.output)
             print(f"{method}, {task.text}: {seconds:.0f} s of a processor", flush=True)
@@ -88,9 +82,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", help=f"tokens of fillers or prompts: {LENGTHS}")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the frozen weights")
-    parser.add_argument("--adapter", type=Path, help="fitted fast weights")
-    parser.add_argument("--label", help="added to the methods' names in the record, such as the name of the adapter")
-    parser.add_argument("--seed", type=int, default=0, help="of facts and needles; with --task loss, of the adapter")
+    parser.add_argument("--sentences", type=int, default=3, help="that `bm25` reads")
+    parser.add_argument("--label", help="added to the methods' names in the record")
+    parser.add_argument("--seed", type=int, default=0, help="of facts and needles")
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
     parser.add_argument("--plot", type=Path, help="a file for the picture")
     args = parser.parse_args(argv)

@@ -1,6 +1,8 @@
 """What is read and asked, and the answers: losses, facts, RULER's needles, BABILong, chats."""
 
 import argparse
+import hashlib
+import json
 from functools import partial
 from itertools import cycle, product
 from typing import Any, NamedTuple
@@ -63,6 +65,12 @@ def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
     ]
 
 
+def digest(task: Task) -> str:
+    """Returns twelve letters that differ where what is read and asked differs."""
+    asked = [task.text, task.ids if task.ids is None else task.ids.tolist(), task.answers, task.parts, task.chat]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:12]
+
+
 def tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Returns the ids (T,) of a text."""
     return tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -74,6 +82,7 @@ def ask(reader: Reader, question: Question, tokenizer: PreTrainedTokenizerBase) 
     """
     kind, text, value, options, generated = question
     ids = tokenize(text, tokenizer)
+    reader.start_prompt()
     if not options:
 
         def is_found(said: list[int]) -> bool:
@@ -95,7 +104,9 @@ def ask_facts(reader: Reader, task: Task, tokenizer: PreTrainedTokenizerBase) ->
     """Reads a text, and asks each of its questions at its place; the text goes on with the right answer."""
     found, start = [], 0
     for answer in task.answers:
-        reader.read_on(task.ids[start : answer.begin - 1])
+        reader.read_on(task.ids[start : answer.asked])
+        reader.start_prompt()
+        reader.read_on(task.ids[answer.asked : answer.begin - 1])
         start = answer.begin - 1
         log_p = reader.after(task.ids[start : answer.end])
         tops = {start + i: top for i, top in enumerate(log_p.argmax(1).tolist())}
