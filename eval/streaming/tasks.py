@@ -1,4 +1,4 @@
-"""What is read and asked, and the answers: losses, facts, RULER's needles, BABILong, chats."""
+"""What is read and asked, and the answers: facts, RULER's needles, BABILong, chats."""
 
 import argparse
 import hashlib
@@ -16,7 +16,6 @@ from eval.streaming.facts import Answer, judge, make_text
 from eval.streaming.readers import Reader
 from eval.streaming.reading import Question, load_texts
 
-PER_BLOCK = 256  # tokens of a mean loss in a record
 LENGTHS = {"facts": [700, 1200, 2000, 3000], "ruler": [1024, 4096], "babilong": [0, 1024, 2048, 4096]}
 
 
@@ -37,14 +36,12 @@ def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
         kinds = product(args.lengths, babilong.BEGUN)
         return [Task(f"{kind}, {length} tokens", parts=make(kind, length)) for length, kind in kinds]
     longest = max(args.lengths, default=0)
-    needed = {"loss": args.tokens, "facts": longest, "ruler": 2 * longest, "chat": chat.TOKENS, "told": chat.TOKENS}
+    needed = {"facts": longest, "ruler": 2 * longest, "chat": chat.TOKENS, "told": chat.TOKENS}
     texts = {}
     for path in args.text:
         texts |= load_texts(path, tokenizer, needed[args.task], args.place)
     if not texts:
         raise ValueError(f"--text {args.text[0]} has no text of {needed[args.task]} tokens")
-    if args.task == "loss":
-        return [Task(name, ids) for name, ids in texts.items()]
     names, tasks = sorted(texts), []
     if args.task == "facts":
         for i, length in enumerate(args.lengths):
@@ -126,14 +123,6 @@ def perform(task: Task, reader: Reader, tokenizer: PreTrainedTokenizerBase) -> t
     if task.answers:
         found = ask_facts(reader, task, tokenizer)
         return {"answers": found}, reader.state_bytes(), len(task.ids)
-    if task.ids is not None:
-        losses, start = [], 1
-        for piece in task.ids.split(reader.piece):
-            targets = task.ids[start : start + len(piece)]
-            losses.append(-reader.read(piece)[: len(targets)].gather(1, targets[:, None])[:, 0])
-            start += len(piece)
-        blocks = [round(x.mean().item(), 5) for x in torch.cat(losses).split(PER_BLOCK)]
-        return {"losses": blocks}, reader.state_bytes(), len(task.ids)
     found, most, tokens = [], 0, 0
     for context, (question,) in task.parts:
         reader.begin()
