@@ -176,7 +176,7 @@ def ask_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     parser.add_argument("--memory", type=Path, required=True, help="the folder that titans-hf read has saved to")
     parser.add_argument("--prompt", action="append", help="a text to be continued; may be given several times")
-    parser.add_argument("--show_passage", action="store_true", help="show the passages that were read again for each prompt")
+    parser.add_argument("--show_passage", action="store_true", help="show what was read again for each prompt")
     parser.add_argument("--keep", action="store_true", help="prompts and answers become part of the saved memory")
     parser.add_argument("--max_new_tokens", type=int, default=64, help="the longest answer, in tokens")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most probable token")

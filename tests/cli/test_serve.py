@@ -17,7 +17,6 @@ from served import NUM_TOKENS, complete, save_letters, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titans_hf import TitansCache
-from titans_hf.remember import MemoryCache
 
 pytestmark = pytest.mark.slow
 MESSAGES = [{"role": "user", "content": "What did I say?"}]
@@ -155,14 +154,13 @@ def test_chat(server, checkpoint, expected):
     assert expected in chat.stdout.split(), chat.stderr
 
 
-@pytest.mark.parametrize("kind,number", [("mac", 20), ("remember", 4)])
-def test_parallel_requests_start_from_a_memory(kind, number, tmp_path):
+def test_parallel_requests_start_from_a_memory(tmp_path):
     """Each of many parallel requests, streamed or not, is answered from the saved memory."""
-    checkpoint, memory = tmp_path / "model", tmp_path / "memory"
-    save_letters(checkpoint, kind)
+    checkpoint, memory, number = tmp_path / "model", tmp_path / "memory", 20
+    save_letters(checkpoint, "mac")
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "base" if kind == "remember" else checkpoint)
-    cache = MemoryCache(model) if kind == "remember" else TitansCache(model.config)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    cache = TitansCache(model.config)
     with torch.no_grad():
         model(**tokenizer("The captain's name was Ahab. " * 9, return_tensors="pt"), cache=cache)
     cache.save_pretrained(memory, model)

@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eva
 LOG = ROOT / "docs" / "dev" / "log.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What the commands write or is transformers' own, and so is no file of the project.
-WRITTEN = {"forecast.png", "series.json", "run.json", "trainer_state.json", "memory.json"}
+WRITTEN = {"series.json", "run.json", "trainer_state.json", "memory.json"}
 WRITTEN |= {"generation/test_utils.py", "exporters/test_export.py"}
 # Packages that the development environment does not have: their blocks run where they are installed.
 OPTIONAL = {"from torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
@@ -43,10 +43,7 @@ OPTIONS = {
     "python -m scripts.bench decode": "--contexts 32 --steps 2 --size tiny",
     "titans-hf train": "--max_steps 2 --use_cpu true",
     "trl sft": "--max_steps 2 --report_to none",
-    "titans-hf fit": "--tokens 600 --length 300 --window 64",
     "titans-hf ask": "--max_new_tokens 4",
-    "titans-hf forecast .*--model": "",
-    "titans-hf forecast": "--max_steps 2 --eval_steps 1",
     "titans-hf lm-eval": "--limit 1 --device cpu",
     "titans-hf": "",
     "python -m eval.forecasting.run": "--split 0.8 0.3 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 "

@@ -49,7 +49,7 @@ def make_lm(lm_class: type[HFLM], model: torch.nn.Module, **kwargs) -> HFLM:
 @pytest.fixture(scope="module", params=["mac", "mag", "remember"])
 def model(request):
     if request.param == "remember":
-        return remembering(vocab_size=259, eos_token_id=1)
+        return remembering(passages=None, vocab_size=259, eos_token_id=1)
     return make_model(request.param, vocab_size=259, eos_token_id=1, pad_token_id=0)
 
 
@@ -61,10 +61,8 @@ def test_scores_are_those_of_lm_eval(model, batch_size, max_length):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)  # HFLM adds in the dtype of the logits, float64
 
 
-def test_greedy_continuations_are_marked(model, monkeypatch):
+def test_greedy_continuations_are_marked(model):
     """A continuation counts as greedy only if generate() gives all of it; it is read, and learned, as any text."""
-    if hasattr(model, "memory"):
-        monkeypatch.setattr(model.memory, "learn_from", "all")
     prompt = byte_tokenizer().encode(DOCUMENT)
     ids = torch.tensor([prompt])
     continuation = model.generate(ids, max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()

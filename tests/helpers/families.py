@@ -45,8 +45,11 @@ OWN_FIELDS = {
     "deepseek_v3": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
-    **dict.fromkeys("doge ministral3 mistral mixtral phi3 starcoder2".split(), {"sliding_window": None}),
-    **dict.fromkeys(("gemma3_text", "gemma3n_text", "ministral"), {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    **{x: {"sliding_window": None} for x in "doge ministral3 mistral mixtral phi3 starcoder2".split()},
+    **{
+        x: {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        for x in ("gemma3_text", "gemma3n_text", "ministral")
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
 }
 # Each stands for a way in which a model can be built; the test of `.ci/run` has these.

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 
 import torch
 from common import make_model
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from titans_hf.cli.training.tokenizer import byte_tokenizer
-from titans_hf.remember import remember, save_adapter
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 COMMAND = [sys.executable, "-m", "titans_hf"]
@@ -23,25 +21,14 @@ NUM_TOKENS = 24
 
 
 def save_letters(folder, kind: str, template: str = TEMPLATE) -> None:
-    """Saves a random model that generates letters alone, so that any part of its answer is text: a Titans of the
-    variant `kind`, or for "remember" a Llama in `folder`/base with an adapter in `folder`.
-    """
+    """Saves a random Titans of a variant that generates letters alone, so that any part of its answer is text."""
     tokenizer = byte_tokenizer()
-    sizes = {"vocab_size": 320, "eos_token_id": 1, "pad_token_id": 0}
-    if kind == "remember":
-        torch.manual_seed(0)
-        shapes = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
-        config = LlamaConfig(hidden_size=32, intermediate_size=48, bos_token_id=None, **shapes, **sizes)
-        model, path = LlamaForCausalLM(config), folder / "base"
-    else:
-        model, path = make_model(kind, dtype=torch.float32, **sizes), folder
+    model = make_model(kind, dtype=torch.float32, vocab_size=320, eos_token_id=1, pad_token_id=0)
     letters = set(tokenizer.convert_tokens_to_ids(list(string.ascii_letters)))
     model.generation_config.suppress_tokens = [token for token in range(320) if token not in letters]
     tokenizer.chat_template = template
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    if kind == "remember":
-        save_adapter(remember(AutoModelForCausalLM.from_pretrained(path), window=32), folder)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @contextmanager

@@ -10,8 +10,7 @@ import torch
 from launches import Launches, count
 from remember_models import TOKENS, remembering
 
-from titans_hf import TitansConfig, TitansForCausalLM, memory_ops, token_grid
-from titans_hf.remember import MemoryCache
+from titans_hf import MemoryCache, TitansConfig, TitansForCausalLM, memory_ops, token_grid
 
 SIZES = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=256, tie_word_embeddings=True)
 
@@ -79,5 +78,5 @@ def test_reads_of_a_call(monkeypatch):
 @torch.no_grad()
 def test_remember_reads_nothing():
     """A text is read with no value of a device: tensors of "meta" have none. The host counts by itself."""
-    cache = MemoryCache(model := remembering(memory=("passages", "fast_weights", "list")).to("meta"))
+    cache = MemoryCache(model := remembering().to("meta"))
     assert all(model(ids, cache=cache).logits.is_meta for ids in TOKENS.to("meta").split([40, 1, 7, 42], dim=1))

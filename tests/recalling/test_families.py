@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 def test_a_family_reads_exactly(family):
     """Pieces, padding, a row alone and recalls of several passages are exact, and a forgotten model is the original."""
     found = families.differences(families.small_model(family))
-    assert found["recalling"] > 0.01 and max(found["passages"]) > 1 and found["forgotten"] == found["generated"] == 0, found
+    assert found["recalling"] > 0.01 and max(found["passages"]) > 1, found
+    assert found["forgotten"] == found["generated"] == 0, found
     assert max(found["pieces"], found["padding"], found["row alone"], found["recall"]) < 1e-12, found
 
 

@@ -1,20 +1,21 @@
 """A saved memory is loaded as it was, by its model alone, and holds nothing of rows that were reset."""
 
-import copy
+import hashlib
+import json
+from pathlib import Path
 
 import pytest
 import torch
-from families import as_double, small_memory
+from families import PASSAGES, as_double
 from families import small_model as small_family
-from remember_models import TOKENS, close, remembering, small_fast_weights, small_model
-from safetensors.torch import load_file
-from test_titans import titans
+from remember_models import TOKENS, close, remembering
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from titans_hf.remember import MemoryCache, remember
-from titans_hf.remember.files import memory_fingerprint
+from titans_hf import MemoryCache, remember
 
-FAMILIES = ("llama", "llama, full attention", "qwen3_next", "titans")
+FAMILIES = ("llama", "qwen3_next")
 
 
 @pytest.fixture(scope="module")
@@ -22,16 +23,8 @@ def model():
     return remembering()
 
 
-def of_family(name: str):
-    """A small model of a family, with a memory."""
-    family, _, full = name.partition(", ")
-    model = titans(variant="mac") if family == "titans" else small_family(family)
-    fast, chosen = small_memory(model)
-    return remember(model, None if full or family == "titans" else 12, fast_weights=fast, token_list=chosen)
-
-
 def test_files(model, tmp_path):
-    """A memory that was saved in the middle of a chunk goes on as it would have."""
+    """A memory goes on as it would have, and so does the prompt that was begun."""
     cache = MemoryCache(model)
     with torch.no_grad():
         model(TOKENS[:2, :45], cache=cache)
@@ -61,30 +54,82 @@ def test_files(model, tmp_path):
         MemoryCache.from_pretrained(tmp_path, other)
 
 
-def test_crafted_files(model, tmp_path):
+# What is changed in the tensors of a folder, by their names, with its checksum: no cache has it.
+CRAFTED = {
+    "ids before a row's first token": ("text", lambda x: x.index_fill(1, torch.tensor([40]), -1)),
+    "ids of -2": ("text", lambda x: x - 60),
+    "ids beyond the vocabulary": ("text", lambda x: x + 53),
+    "ids as int64": ("text", torch.Tensor.long),
+    "ids of one row": ("text", lambda x: x[:1]),
+    "fewer ids than seen": ("text", lambda x: x[:, 5:]),
+    "more ids than seen": ("text", lambda x: torch.cat([x, x], 1)),
+    "ids with three dimensions": ("text", lambda x: x[..., None]),
+    "no ids": ("text", None),
+    "seen of 2**61": ("seen", lambda x: x + 2**61),
+    "seen of 2**40": ("seen", lambda x: x + 2**40),
+    "seen below 0": ("seen", lambda x: x - 100),
+    "seen of 0": ("seen", lambda x: x * 0),
+    "fewer seen than ids": ("seen", lambda x: x - 1),
+    "seen as float64": ("seen", torch.Tensor.double),
+    "seen of one row": ("seen", lambda x: x[:1]),
+    "a prompt longer than the text": ("asked", lambda x: x + 1),
+    "a prompt below 0": ("asked", lambda x: x * 0 - 1),
+    "a column that was not read": ("first_column", lambda x: x + 2**50),
+    "keys that are not finite": ("0.keys", lambda x: x * torch.inf),
+    "keys that are no numbers": ("0.values", lambda x: x * torch.nan),
+    "more keys": ("0.keys", lambda x: torch.cat([x] * 3, 2)),
+    "fewer keys": ("0.keys", lambda x: x[:, :, 1:]),
+    "no keys": ("2.keys", None),
+    "keys as float32": ("0.keys", torch.Tensor.float),
+    "another layer": ("9.keys", lambda x: torch.zeros(2)),
+}
+
+
+def crafted(folder: Path, name: str, change) -> None:
+    """Replaces a tensor of a folder, with a right checksum; None removes it."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        about = opened.metadata()
+    old = tensors.pop(name, None)
+    if change is not None:
+        tensors[name] = change(old).contiguous()
+    save_file(tensors, file, about)
+    path = folder / "memory.json"
+    description = json.loads(path.read_text())
+    description |= {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "bytes": file.stat().st_size}
+    path.write_text(json.dumps(description))
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_files(name, model, tmp_path):
     """Tensors that no cache has, under right checksums, are one ValueError that names the folder, not a later fault."""
     cache = MemoryCache(model)
     with torch.no_grad():
         model(TOKENS[:2, :45], cache=cache)
-    changes = {
-        "fewer columns": lambda x: setattr(x.layers[0], "keys", x.layers[0].keys[..., 1:, :]),
-        "no layer": lambda x: setattr(x.layers[2], "is_initialized", False),
-        "a token beyond the vocabulary": lambda x: x.state.update({"chunk.ids": x.state["chunk.ids"] + 53}),
-        "negative counts": lambda x: setattr(x, "seen", x.seen - 100),
-        "no steps": lambda x: setattr(x, "steps", x.steps[:1]),
-    }
-    for name, change in changes.items():
-        crafted, folder = copy.copy(cache), tmp_path / name.replace(" ", "-")
-        change(crafted)
-        crafted.save_pretrained(folder, model)
-        with pytest.raises(ValueError, match="cannot be loaded"):
-            MemoryCache.from_pretrained(folder, model)
+    cache.save_pretrained(tmp_path, model)
+    crafted(tmp_path, "seen", lambda x: x)
+    assert MemoryCache.from_pretrained(tmp_path, model).seen.tolist() == [45, 45]
+    crafted(tmp_path, *CRAFTED[name])
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be loaded"):
+        MemoryCache.from_pretrained(tmp_path, model)
+
+
+def test_a_folder_of_a_former_kind(model, tmp_path):
+    """A memory with fast weights or a list is refused by a line that says what to do."""
+    MemoryCache(model).save_pretrained(tmp_path, model)
+    path = tmp_path / "memory.json"
+    description = json.loads(path.read_text())
+    description["model"]["memory"] = "0" * 64
+    path.write_text(json.dumps(description))
+    with pytest.raises(ValueError, match="of a former kind, with fast weights or a list: read its texts again"):
+        MemoryCache.from_pretrained(tmp_path, model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_were_reset(family, tmp_path):
     """What was reset, or has begun a document, is saved as what has never read the text before."""
-    model, ids = of_family(family), TOKENS[:2, :30]
+    model, ids = remember(small_family(family), 12, passages=PASSAGES), TOKENS[:2, :30]
     none, new = torch.zeros(2, 6, dtype=torch.int64), torch.arange(6).expand(2, 6) % 3
     mask = torch.tensor([[0], [1]])
 
@@ -109,20 +154,5 @@ def test_rows_that_were_reset(family, tmp_path):
                 rest = [model(TOKENS[:2, 40:60], cache=x).logits for x in (loaded, cache)]
                 close(*rest, atol=0)
             assert found[0].keys() - found[1].keys() <= {x for x in found[0] if ".start." in x}, name
-            for x, y in ((found[0][x], found[1][x]) for x in found[1] if x != "first_column"):
+            for x, y in ((found[0][x], found[1][x]) for x in found[1] if x not in ("first_column", "asked")):
                 assert_close(x, y, atol=1e-9, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_the_order_of_the_fast_weights():
-    """A memory does not depend on the order in which its fast weights were made: files have them in another order."""
-    found = []
-    for reverse in (False, True):
-        model = small_model()
-        fast = small_fast_weights(model)
-        for name in ("directions", "rates", "outputs", "start"):
-            setattr(fast, name, dict(sorted(getattr(fast, name).items(), reverse=reverse)))
-        fast.step.max_gradient = 0.01
-        remember(model, 12, ("fast_weights",), fast_weights=fast)
-        with torch.no_grad():
-            found.append((memory_fingerprint(model), model(TOKENS).logits))
-    assert found[0][0] == found[1][0] and found[0][1].equal(found[1][1])

@@ -39,8 +39,6 @@ def test_a_memory_for_a_block():
     assert not hasattr(model, "memory") and model(TOKENS).logits.equal(before)
 
 
-
-
 def adapted(model):
     torch.manual_seed(2)
     kinds = ["v_proj", "o_proj", "up_proj", "down_proj"]

@@ -1,6 +1,7 @@
 """Random programs of operations on the cache of `remember`: every row reads as it does alone."""
 
 import copy
+import functools
 import random
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -9,7 +10,7 @@ import families
 import pytest
 import torch
 from cache_programs import MAX_ROWS, RowOperations
-from remember_models import SETTINGS, close, remembering
+from remember_models import SETTINGS, close, small_model
 
 from titans_hf import MemoryCache, Passages, remember
 from titans_hf.recalling import attach, reading
@@ -20,7 +21,8 @@ SEVERAL = replace(SETTINGS, share=0.4, most=3)  # most recalls have two or three
 
 
 def model_of(family: str, passages: Passages | None):
-    model = remembering(passages=None) if family == "llama" else remember(families.small_model(family), 12, passages=None)
+    make = small_model if family == "llama" else functools.partial(families.small_model, family)
+    model = remember(make(), 12, passages=None)
     model.memory = replace(model.memory, passages=passages, chunk=8)
     return model
 
@@ -147,24 +149,17 @@ class Program(RowOperations):
                     beside = copy.copy(call.cache)
                 own, recall = (call.cache, call.mark) if beside is None else (beside, None)
                 if recall:
-                    self.read_plainly(own)
-                    own.rows.asked = torch.tensor([call.asked_before])[: len(own.rows)]
+                    own.rows.asked = torch.tensor([call.asked_before])[: len(own.rows)] - own.unread.real.sum(1)
                 ids = [x.token for x in call.columns]
                 alone = self.model(torch.tensor([ids]), cache=own, recall=recall).logits[0]
                 unread += [] if beside is None else [(call.cache, ids)]
                 if call.columns[-1].recalls:
                     branch = copy.copy(call.cache)
                     plain = self.read_alone([(branch, x) for _, x in unread])
-                    self.read_plainly(branch)
-                    branch.rows.asked = torch.tensor([call.columns[-1].asked])
+                    branch.rows.asked = torch.tensor([call.columns[-1].asked]) - branch.unread.real.sum(1)
                     found = [*recall_rows(self.model, branch, torch.zeros(1, dtype=torch.int64))[1]]
                     alone = torch.cat([alone[:-1], *(found or plain or [alone[-1:]])])
                 close(torch.stack([x.logits for x in call.columns]), alone, atol=1e-10)
-
-    def read_plainly(self, cache: MemoryCache) -> None:
-        """Reads what is to be read again, but does not end the recall: the logits after it may be asked for."""
-        if cache.unread.width:
-            cache.read_unread(self.model)
 
     def read_alone(self, parts: list[tuple[MemoryCache, list[int]]]) -> list[torch.Tensor]:
         last = []

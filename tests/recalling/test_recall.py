@@ -297,7 +297,7 @@ def test_the_way_to_the_model_is_short():
 
     def noted(*args, **kwargs):
         frame, depth = sys._getframe(1), 0
-        while frame.f_code.co_name != "test_the_way_to_the_model_is_short" and "generation" not in frame.f_code.co_filename:
+        while not frame.f_code.co_filename.endswith((__file__, "generation/utils.py")):
             depth += "titans_hf" in frame.f_code.co_filename
             frame = frame.f_back
         depths.append(depth)

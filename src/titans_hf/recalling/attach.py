@@ -29,6 +29,7 @@ from .rotary import fix_frequencies, free_frequencies
 from .settings import Memory, resolve
 from .window import PREFIX, register_attention, set_window_attention
 
+DEFAULT_PASSAGES = Passages()
 CHECK_LENGTH, CHECK_WINDOW = 24, 8  # of the text that a new memory is tried with, in tokens
 # Of logits, relative to the largest; 0.1 in other dtypes. Many float64 models compute partly in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -42,7 +43,7 @@ def remember(
     model: PreTrainedModel,
     window: int = 1024,
     *,
-    passages: Passages | None = Passages(),  # noqa: B008: it cannot be changed
+    passages: Passages | None = DEFAULT_PASSAGES,
     first_token: int | None = None,
 ) -> PreTrainedModel:
     """Gives a causal language model a memory of the text that it has read, in place, and returns the model.
@@ -347,8 +348,8 @@ def _columns(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Colu
 
 
 def _of_generation(model: PreTrainedModel, cache: MemoryCache, columns: Columns, returns_cache: bool) -> Columns:
-    """Returns the columns of a call inside of `generate()`: after which of them the rows recall. Of any other cache than
-    that of `generate()`, as guidance has it, the first call is the prompt.
+    """Returns the columns of a call inside of `generate()`: after which of them the rows recall. Of any other cache
+    than that of `generate()`, as guidance has it, the first call is the prompt.
     """
     if (generation := _GENERATION.get()) is None or (passages := model.memory.passages) is None:
         return columns

@@ -1,6 +1,5 @@
 """A `MemoryCache` as a folder: see `cache_files`, which writes, reads and checks it."""
 
-import hashlib
 import os
 from pathlib import Path
 from typing import Any

@@ -128,7 +128,7 @@ def next_piece(memory: Memory, rows: Rows, columns: Columns, begin: int) -> tupl
 
 
 def begin_piece(memory: Memory, rows: Rows, piece: Columns) -> None:
-    """Forgets what was read before documents that begin, and notes the states of recurrent layers at a chunk's start."""
+    """Forgets what was read before a document that begins, and notes the states of recurrent layers."""
     starts = piece.starts[:, 0] & (rows.seen > 0)
     if bool(starts.any()):
         rows.clear(starts.nonzero()[:, 0])

@@ -31,8 +31,8 @@ def check_window(model: PreTrainedModel, window: int) -> None:
             most = own["original_max_position_embeddings"] if kind == "longrope" else module.original_max_seq_len
             if window > most:
                 raise ValueError(
-                    f"`window` must be at most {most} for {type(model).__name__}, whose rotary frequencies depend on the "
-                    f"length of a text beyond that (rope_type {kind!r}), got {window}."
+                    f"`window` must be at most {most} for {type(model).__name__}, whose rotary frequencies depend on "
+                    f"the length of a text beyond that (rope_type {kind!r}), got {window}."
                 )
 
 

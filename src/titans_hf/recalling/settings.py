@@ -24,7 +24,8 @@ class Memory:
 
     window: tokens that a query of full attention sees. passages: None for the window alone. first_token: the token of
     the sink. forward: the model's own, with these `arguments`. has_states: of recurrent layers. own_attention: the name
-    of the model's attention. checkpointed: modules that had gradient checkpointing, which is off. frequencies: see `rotary`.
+    of the model's attention. checkpointed: modules that had gradient checkpointing, which is off. frequencies: see
+    `rotary`.
     """
 
     window: int
@@ -42,8 +43,8 @@ class Memory:
     def call(
         self, model: PreTrainedModel, ids: Tensor, cache: Any, seen: Tensor, num_kept: int, **arguments: Any
     ) -> Any:
-        """Calls the model's own forward, as a part of a reading: ids (R, T) of rows that have read seen (R,) tokens, and
-        of which the last `num_kept` logits are needed.
+        """Calls the model's own forward, as a part of a reading: ids (R, T) of rows that have read seen (R,) tokens,
+        the last `num_kept` logits of which are needed.
         """
         if "logits_to_keep" in self.arguments:
             arguments["logits_to_keep"] = num_kept
