@@ -1,6 +1,7 @@
 """A `MemoryCache` as a folder: see `cache_files`, which writes, reads and checks it."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,10 @@ from ..cache_files import (
     write_memory,
 )
 from .rows import NO_TOKEN, Rows
-from .window import KeyValueLayer, StateLayer
+from .window import KEYS, MARKS, RowLayer
 
-KEYS = ("keys", "values")
-STATES = ("conv_states", "recurrent_states")
-MARKS = ("start", "earlier")  # states of a recurrent layer as they were before a chunk
 NUMBER = 64  # of numbers of each weight that the fingerprint depends on
+MARKED = rf"\.({'|'.join(MARKS)})\."  # in the name of an earlier state
 MOST_TOKENS = 2**31  # of a row
 
 
@@ -73,15 +72,16 @@ def load(cache: Cache, folder: str | os.PathLike, model: PreTrainedModel, finger
         if missing := forms.keys() - tensors.keys():
             raise ValueError(f"it lacks the tensor {min(missing)}")
         for name, x in tensors.items():
-            if (form := forms.get(name.replace(".start.", ".").replace(".earlier.", "."))) is None:
+            if (form := forms.get(re.sub(MARKED, ".", name))) is None:
                 raise ValueError(f"it has the tensor {name}, which no layer has")
             shape = [len(seen), *form.shape[1:]]
             if name.partition(".")[2] in KEYS:  # of the tokens read, at most of those that are kept
                 layer, read = rows.layers[int(name.partition(".")[0])], int(seen.max())
                 shape[-2] = min(read, layer.window - 1 + layer.extra)
             tensors[name] = check_tensor(name, x, shape, (form.dtype, *AUTOCAST)).to(rows.device)
-        for index, layer in enumerate(rows.layers) if forms else ():
-            _fill(layer, {x.removeprefix(f"{index}."): y for x, y in tensors.items() if x.startswith(f"{index}.")})
+        for i, layer in enumerate(rows.layers) if forms else ():
+            own = {x.partition(".")[2]: y for x, y in tensors.items() if x.startswith(f"{i}.")}
+            rows.layers[i] = layer.replaced(own) if own else layer
     return cache
 
 
@@ -109,18 +109,9 @@ def memory_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def layer_tensors(layers: list) -> dict[str, Tensor]:
-    """Returns the tensors of layers by name, such as "0.keys" and "1.conv_states.0"."""
-    found = {}
-    for index, layer in enumerate(layers):
-        if isinstance(layer, KeyValueLayer) and layer.is_initialized:
-            found |= {f"{index}.{name}": getattr(layer, name) for name in KEYS}
-        if isinstance(layer, StateLayer):
-            groups = {name: getattr(layer, name) for name in STATES}
-            for mark in MARKS:
-                groups |= {f"{mark}.{name}": x for name, x in zip(STATES, getattr(layer, mark) or (), strict=False)}
-            for group, states in groups.items():
-                found |= {f"{index}.{group}.{i}": x for i, x in states.items() if x is not None}
-    return found
+    """Returns the tensors of layers by name, such as "0.keys" and "1.start.conv_states.0"."""
+    own = [(i, x) for i, x in enumerate(layers) if isinstance(x, RowLayer)]
+    return {f"{i}.{name}": x for i, layer in own for name, x in layer.named().items()}
 
 
 @torch.no_grad()
@@ -130,23 +121,3 @@ def _of_one_token(rows: Rows, model: PreTrainedModel) -> list:
     ids = torch.full((1, 1), model.memory.first_token, device=rows.device)
     model.memory.call(model, ids, one, torch.zeros(1, dtype=torch.int64), 1)
     return one.layers
-
-
-def _fill(layer, tensors: dict[str, Tensor]) -> None:
-    """Gives a new layer the tensors of a file."""
-    if isinstance(layer, KeyValueLayer) and KEYS[0] in tensors:
-        layer.keys, layer.values = (tensors.pop(x) for x in KEYS)
-        layer.is_initialized = True
-    if isinstance(layer, StateLayer):
-        layer.start, layer.earlier = ({}, {}), ({}, {})
-        for i in range(layer.number_of_states):
-            for j, group in enumerate(STATES):
-                getattr(layer, group)[i] = tensors.pop(f"{group}.{i}", None)
-                for mark in MARKS:
-                    getattr(layer, mark)[j][i] = tensors.pop(f"{mark}.{group}.{i}", None)
-            conv, recurrent = layer.conv_states[i], layer.recurrent_states[i]
-            layer.is_conv_states_initialized[i] = conv is not None
-            layer.is_recurrent_states_initialized[i] = recurrent is not None
-            layer.has_previous_state[i] = conv is not None or recurrent is not None
-            if conv is not None:
-                layer.conv_kernel_size[i], layer.device, layer.dtype = conv.shape[-1], conv.device, conv.dtype

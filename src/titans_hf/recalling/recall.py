@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import reading
-from .cache import MemoryCache, Passage
+from .cache import MemoryCache
 from .columns import Columns
 from .rows import Rows
-from .window import KeyValueLayer, StateLayer, make_layers
+from .texts import Passage
+from .window import KeyValueLayer, RowLayer, make_layers
 
 
 def read_call(
@@ -137,23 +138,14 @@ def look_back(model: PreTrainedModel, branch: Rows) -> tuple[dict[int, list[Pass
     members, logits = [], [torch.zeros(0, 1, 1)]
     for (number, is_earlier, _), same in groups.items():
         again = branch.take(torch.tensor(same))
-        rewind(again, number, is_earlier)
+        again.layers = [x.rewound(number, is_earlier) if isinstance(x, RowLayer) else x for x in again.layers]
+        again.seen = again.seen - number
         read_passages(model, again, [found[row] for row in same], [chosen[row] for row in same])
         last = Columns.of_text(text[same, text.shape[1] - number :].to(branch.device))
         logits.append(reading.read_columns(model, again, last, 1, {})[0])
         branch.put(torch.tensor(same), again)
         members += same
     return found, torch.tensor(members, dtype=torch.int64), torch.cat(logits[1:] if members else logits)
-
-
-def rewind(rows: Rows, number: int, is_earlier: bool) -> None:
-    """Takes back the last tokens of each row from the layers: at most to the start of the unfinished chunk, with
-    `is_earlier` to that of the chunk before it, where there are states.
-    """
-    for layer in rows.layers:
-        if isinstance(layer, KeyValueLayer | StateLayer):
-            layer.rewind(number, is_earlier)
-    rows.seen = rows.seen - number
 
 
 def read_passages(model: PreTrainedModel, rows: Rows, found: list[list[Passage]], chosen: list) -> None:
@@ -169,11 +161,11 @@ def read_passages(model: PreTrainedModel, rows: Rows, found: list[list[Passage]]
     memory.call(model, ids.to(rows.device), alone, begins - 1, 1)
     places = [[*range(1, size + 1), *[1 + i for i in x.near] * x.more] for x in chosen]
     width = max(map(len, places))
-    sees = torch.tensor([[True] * len(x) + [False] * (width - len(x)) for x in places])
+    sees = torch.tensor([[True] * len(x) + [False] * (width - len(x)) for x in places])[:, None, :, None]
     index = torch.tensor([x + [0] * (width - len(x)) for x in places], device=rows.device)[:, None, :, None]
     for layer, new in zip(rows.layers, alone.layers, strict=True):
         if isinstance(layer, KeyValueLayer) and not layer.is_sliding and new.is_initialized:
-            layer.passage = tuple(
+            pair = (
                 x.gather(2, index.to(x.device).expand(-1, x.shape[1], -1, x.shape[3])) for x in (new.keys, new.values)
             )
-            layer.sees = sees
+            layer.passage = (*pair, sees)

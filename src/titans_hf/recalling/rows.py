@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from .window import KeyValueLayer, StateLayer
+from .window import RowLayer
 
 NO_TOKEN = -1  # in `text`, before a row's first token
 
@@ -37,7 +37,7 @@ class Rows(Cache):
 
     def empty(self, number: int, device: torch.device | str) -> "Rows":
         """Returns rows of the same kind that have read nothing."""
-        layers = [x.empty() if _has_state(x) else x for x in self.layers]
+        layers = [x.empty() if isinstance(x, RowLayer) else x for x in self.layers]
         return Rows(layers, self.text is not None, number, device)
 
     def __copy__(self) -> "Rows":
@@ -48,7 +48,7 @@ class Rows(Cache):
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         with torch.inference_mode(False):  # tensors of inference_mode could not be part of a later step's graph
-            new.layers = [x.map(function) if _has_state(x) else x for x in self.layers]
+            new.layers = [x.map(function) if isinstance(x, RowLayer) else x for x in self.layers]
             new.seen, new.asked = function(self.seen), function(self.asked)
             new.text = None if self.text is None else function(self.text)
         return new
@@ -69,13 +69,12 @@ class Rows(Cache):
         """Drops columns in which no row has a token."""
         most = max(self.seen.tolist(), default=0)
         self.text = None if self.text is None else self.text[:, max(0, self.text.shape[1] - most) :]
-        self.layers = [x.trimmed(most) if _has_state(x) else x for x in self.layers]
+        self.layers = [x.trimmed(most) if isinstance(x, RowLayer) else x for x in self.layers]
 
     def put(self, rows: Tensor, other: "Rows") -> None:
         """Replaces some rows (I,) int64 by those of another object."""
-        for own, new in zip(self.layers, other.layers, strict=True):
-            if _has_state(own):
-                own.put(rows, new, len(self))
+        pairs = zip(self.layers, other.layers, strict=True)
+        self.layers = [x.with_rows(rows, y, len(self)) if isinstance(x, RowLayer) else x for x, y in pairs]
         self.seen = self.seen.index_copy(0, rows, other.seen)
         self.asked = self.asked.index_copy(0, rows, other.asked)
         if self.text is not None:
@@ -95,8 +94,7 @@ class Rows(Cache):
         """Lets some rows (I,) int64 have read nothing. A prompt that is still to come stays."""
         new = self.take(rows)
         new.seen, new.asked = torch.zeros_like(new.seen), new.asked.clamp(max=0)
-        for layer in filter(_has_state, new.layers):
-            layer.clear()
+        new.layers = [x.cleared() if isinstance(x, RowLayer) else x for x in new.layers]
         new.text = None if new.text is None else new.text[:, :0]
         self.put(rows, new)
         self.trim()
@@ -106,14 +104,3 @@ class Rows(Cache):
         self.seen, self.asked = self.seen + ids.shape[1], self.asked + ids.shape[1]
         if self.text is not None:
             self.text = torch.cat([self.text, ids.to(self.text)], 1)[:, -most:]
-
-    def num_bytes(self) -> dict[int, int]:
-        """Returns the bytes of keys, values and states by the identity of their storage."""
-        found: dict[int, int] = {}
-        for layer in filter(_has_state, self.layers):
-            layer.map(lambda x: found.setdefault(x.data_ptr(), x.numel() * x.element_size()) and x)
-        return found
-
-
-def _has_state(layer) -> bool:
-    return isinstance(layer, KeyValueLayer | StateLayer)

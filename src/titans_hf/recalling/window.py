@@ -39,6 +39,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 PREFIX = "remember_"  # before the name of the model's own attention
+KEYS, STATES, MARKS = ("keys", "values"), ("conv_states", "recurrent_states"), ("start", "earlier")
+PASSAGE = "passage."
+PASSAGES = *_, SEES = tuple(PASSAGE + x for x in (*KEYS, "sees"))
+COLUMNS = (*KEYS, *PASSAGES)  # (B, H, P, D) with any number of columns P
 NOT_IN_SDPA = ("softcap", "s_aux")  # arguments of an attention function that "sdpa" does not take
 
 
@@ -53,13 +57,76 @@ class LayerOffset(int):
         return self
 
 
-class KeyValueLayer(CacheLayerMixin):
+class RowLayer:
+    """A layer of a cache whose tensors (B, ...) have a row for each text. None of them is changed in place."""
+
+    def named(self) -> dict[str, Tensor]:
+        """Returns the tensors by name."""
+        raise NotImplementedError
+
+    def set_named(self, tensors: dict[str, Tensor]) -> None:
+        """Takes tensors by name in the place of all tensors."""
+        raise NotImplementedError
+
+    def empty(self) -> "RowLayer":
+        """Returns a layer of the same kind that has read nothing."""
+        raise NotImplementedError
+
+    def replaced(self, tensors: dict[str, Tensor]) -> "RowLayer":
+        """Returns a copy with other tensors."""
+        new = copy.copy(self)
+        new.set_named(tensors)
+        return new
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "RowLayer":
+        """Returns a copy with `function` of each tensor."""
+        return self.replaced({name: function(x) for name, x in self.named().items()})
+
+    def cleared(self) -> "RowLayer":
+        """Returns a layer whose rows have read nothing."""
+        tensors = {name: x for name, x in self.named().items() if not name.startswith(PASSAGE)}
+        return self.replaced({n: x[..., :0, :] if n in COLUMNS else torch.zeros_like(x) for n, x in tensors.items()})
+
+    def trimmed(self, number: int) -> "RowLayer":
+        """Returns the layer with its last `number` columns, and with those of passages that a row sees."""
+        if not number:
+            return self.empty()
+        tensors = self.named()
+        for name in KEYS if KEYS[0] in tensors and tensors[KEYS[0]].shape[-2] > number else ():
+            tensors[name] = tensors[name][..., -number:, :].clone()
+        if (sees := tensors.get(SEES)) is not None and not bool((used := sees.any(0)[0, :, 0]).all()):
+            places = used.nonzero()[:, 0]
+            for name in (x for x in list(tensors) if x.startswith(PASSAGE)):
+                x = tensors.pop(name)
+                tensors |= {name: x.index_select(-2, places.to(x.device))} if len(places) else {}
+        return self.replaced(tensors)
+
+    def with_rows(self, rows: Tensor, other: "RowLayer", number: int) -> "RowLayer":
+        """Returns the `number` rows with those of another layer in the places `rows` (I,). Of columns, the shorter of
+        the two gets more in front; what one of them does not have is zeros.
+        """
+        own, new, tensors = self.named(), other.named(), {}
+        for name in own | new:
+            form = own[name] if name in own else new[name]
+            form = form[..., :0, :] if name in COLUMNS else form
+            pair = [own.get(name), new.get(name)]
+            for i, size in enumerate((number, len(rows))):
+                pair[i] = form.new_zeros(size, *form.shape[1:]) if pair[i] is None else pair[i]
+            if name in COLUMNS:
+                most = max(x.shape[-2] for x in pair)
+                pair = [nn.functional.pad(x, (0, 0, most - x.shape[-2], 0)) for x in pair]
+            tensors[name] = pair[0].index_copy(0, rows.to(pair[0].device), pair[1].to(pair[0]))
+        return self.replaced(tensors)
+
+
+class KeyValueLayer(RowLayer, CacheLayerMixin):
     """Keys and values (B, H, P, D) of the last tokens of each row, the latest last.
 
     window: tokens that a query sees, itself included; None for all. extra: further columns that are kept, from which
     tokens can be read again. seen (B,) int64, on the CPU: tokens that each row has read; columns before a row's first
     token are not valid. sink: keys and values (B, H, 1, D) in front of the others; None while no query sees them.
-    passage: keys and values (B, H, S, D) between sink and window, of which a row sees the columns of sees (B, S) bool.
+    passage: keys and values (B, H, S, D) between sink and window, and which of them a row sees, (B, 1, S, 1) bool, on
+    the CPU.
     """
 
     is_croppable = True
@@ -69,12 +136,19 @@ class KeyValueLayer(CacheLayerMixin):
         self.window, self.extra, self.is_sliding = window, extra, is_sliding
         self.seen = torch.zeros(1, dtype=torch.int64)
         self.sink: tuple[Tensor, Tensor] | None = None
-        self.passage: tuple[Tensor, Tensor] | None = None
-        self.sees: Tensor | None = None
+        self.passage: tuple[Tensor, Tensor, Tensor] | None = None
 
     def empty(self) -> "KeyValueLayer":
-        """Returns a layer of the same kind that has read nothing."""
         return KeyValueLayer(self.window, self.extra, is_sliding=self.is_sliding)
+
+    def named(self) -> dict[str, Tensor]:
+        tensors = dict(zip(KEYS, (self.keys, self.values), strict=True)) if self.is_initialized else {}
+        return tensors | ({} if self.passage is None else dict(zip(PASSAGES, self.passage, strict=True)))
+
+    def set_named(self, tensors: dict[str, Tensor]) -> None:
+        self.is_initialized = KEYS[0] in tensors
+        self.keys, self.values = (tensors.get(x) for x in KEYS)
+        self.passage = tuple(tensors[x] for x in PASSAGES) if SEES in tensors else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = key_states[..., :0, :].detach(), value_states[..., :0, :].detach()
@@ -96,7 +170,7 @@ class KeyValueLayer(CacheLayerMixin):
         visible = [x[..., -number:, :] for x in new]
         for front in (self.passage, self.sink):
             if front is not None:
-                visible = [torch.cat([x.to(y.dtype), y], -2) for x, y in zip(front, visible, strict=True)]
+                visible = [torch.cat([x.to(y.dtype), y], -2) for x, y in zip(front, visible, strict=False)]
         return visible[0], visible[1]
 
     def _kept(self, x: Tensor, length: int) -> Tensor:
@@ -115,74 +189,18 @@ class KeyValueLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "KeyValueLayer":
-        """Returns a copy with `function` of each tensor that has a row dimension."""
-        new = copy.copy(self)
-        new._map_tensors(function)
-        return new
-
-    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
-        if self.is_initialized:
-            self.keys, self.values = function(self.keys), function(self.values)
-        if self.passage is not None:
-            self.passage = (function(self.passage[0]), function(self.passage[1]))
-            self.sees = function(self.sees)
-
-    def trimmed(self, number: int) -> "KeyValueLayer":
-        """Returns the layer with its last `number` columns, and with the columns of passages that a row sees."""
-        new = copy.copy(self)
-        if new.is_initialized and new.keys.shape[-2] > number:
-            new.keys, new.values = (x[..., x.shape[-2] - number :, :].clone() for x in (new.keys, new.values))
-        if new.passage is not None and not bool((used := new.sees.any(0)).all()):
-            places = used.nonzero()[:, 0]
-            new.passage = tuple(x.index_select(-2, places.to(x.device)) for x in new.passage) if len(places) else None
-            new.sees = new.sees[:, used]
-        return new
-
-    def clear(self) -> None:
-        """Lets all rows have read nothing."""
-        if self.is_initialized:
-            self.keys, self.values = self.keys[..., :0, :].clone(), self.values[..., :0, :].clone()
-        self.passage = None
-
-    def rewind(self, number: int, is_earlier: bool = False) -> None:
-        """Drops the last `number` columns."""
-        self.keys, self.values = (x[..., : x.shape[-2] - number, :] for x in (self.keys, self.values))
-
-    def put(self, rows: Tensor, other: "KeyValueLayer", num_rows: int) -> None:
-        """Replaces the rows `rows` by the rows of another layer, which may have another number of columns."""
-        if known := [x for x in (self, other) if x.is_initialized]:
-            olds, news = ((x.keys, x.values) if x.is_initialized else (None, None) for x in (self, other))
-            forms = known[0].keys, known[0].values
-            self.keys, self.values = _put_columns(olds, news, forms, rows, num_rows)
-            self.is_initialized = True
-        if any(x.passage is not None for x in (self, other)):
-            olds, news = (
-                (None,) * 3 if x.passage is None else (*x.passage, x.sees[:, None, :, None]) for x in (self, other)
-            )
-            forms = news if olds[0] is None else olds
-            *passage, sees = _put_columns(olds, news, forms, rows, num_rows)
-            self.passage, self.sees = tuple(passage), sees[:, 0, :, 0]
+    def rewound(self, number: int, is_earlier: bool = False) -> "KeyValueLayer":
+        """Returns the layer without its last `number` columns."""
+        return self.replaced(
+            {n: x[..., : x.shape[-2] - number, :] if n in KEYS else x for n, x in self.named().items()}
+        )
 
 
-def _put_columns(olds: tuple, news: tuple, forms: tuple, rows: Tensor, num_rows: int) -> list[Tensor]:
-    """Replaces rows (I,) of tensors (R, H, P, D) by those of others, which may have another number of columns P: the
-    shorter gets zeros in front. None is zeros like `forms`.
-    """
-    columns, done = max(0 if x is None else x.shape[-2] for x in (olds[0], news[0])), []
-    for old, new, form in zip(olds, news, forms, strict=True):
-        size = form.shape[1], 0, *form.shape[3:]
-        pair = (form.new_zeros(n, *size) if x is None else x for x, n in ((old, num_rows), (new, len(rows))))
-        old, new = (nn.functional.pad(x, (0, 0, columns - x.shape[-2], 0)) for x in pair)
-        done.append(old.index_copy(0, rows.to(old.device), new.to(old)))
-    return done
-
-
-class StateLayer(LinearAttentionLayer):
+class StateLayer(RowLayer, LinearAttentionLayer):
     """States of a recurrent layer, which are replaced, never changed in place: gradients can pass through a call.
 
-    start: the states before the unfinished chunk, from which it can be read again. earlier: the states before the chunk
-    before that one.
+    start: the states by name before the unfinished chunk, from which it can be read again. earlier: the states before
+    the chunk before that one.
     """
 
     written_in_place = True  # by some models, in a call of a single token
@@ -190,8 +208,33 @@ class StateLayer(LinearAttentionLayer):
     def __init__(self, number_of_states: int = 1, **kwargs):
         super().__init__(number_of_states=number_of_states, **kwargs)
         self.record_past = True  # otherwise models write a single token's convolution state in place
-        self.start: tuple[dict, dict] | None = None
-        self.earlier: tuple[dict, dict] | None = None
+        self.start: dict[str, Tensor] = {}
+        self.earlier: dict[str, Tensor] = {}
+
+    def empty(self) -> "StateLayer":
+        return StateLayer(self.number_of_states)
+
+    def states(self) -> dict[str, Tensor]:
+        """Returns the states by name, such as "conv_states.0"."""
+        groups = {name: getattr(self, name) for name in STATES}
+        return {f"{name}.{i}": x for name, group in groups.items() for i, x in group.items() if x is not None}
+
+    def named(self) -> dict[str, Tensor]:
+        marks = {f"{mark}.{name}": x for mark in MARKS for name, x in getattr(self, mark).items()}
+        return self.states() | marks
+
+    def set_named(self, tensors: dict[str, Tensor]) -> None:
+        for mark in MARKS:
+            marked = {name.removeprefix(f"{mark}."): x for name, x in tensors.items() if name.startswith(f"{mark}.")}
+            setattr(self, mark, marked)
+        numbers = range(self.number_of_states)
+        self.conv_states, self.recurrent_states = ({i: tensors.get(f"{x}.{i}") for i in numbers} for x in STATES)
+        self.is_conv_states_initialized = {i: x is not None for i, x in self.conv_states.items()}
+        self.is_recurrent_states_initialized = {i: x is not None for i, x in self.recurrent_states.items()}
+        self.has_previous_state = {
+            i: self.is_conv_states_initialized[i] or self.is_recurrent_states_initialized[i] for i in numbers
+        }
+        self.conv_kernel_size = {i: None if x is None else x.shape[-1] for i, x in self.conv_states.items()}
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs
@@ -216,60 +259,20 @@ class StateLayer(LinearAttentionLayer):
 
     def mark_start(self, rows: Tensor) -> None:
         """Notes the states of rows (B,) bool as the states before a chunk."""
-        if self.start is not None:
-            self.earlier = _merged(rows, self.start, self.earlier)
-        self.start = _merged(rows, (self.conv_states, self.recurrent_states), self.start)
+        self.earlier, self.start = (
+            {
+                name: torch.where(
+                    rows.to(x.device).view(-1, *[1] * (x.dim() - 1)), x, old.get(name, torch.zeros_like(x))
+                )
+                for name, x in new.items()
+            }
+            for new, old in ((self.start, self.earlier), (self.states(), self.start))
+        )
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "StateLayer":
-        new = copy.copy(self)
-        apply = lambda states: {i: None if x is None else function(x) for i, x in states.items()}  # noqa: E731
-        new.conv_states, new.recurrent_states = apply(self.conv_states), apply(self.recurrent_states)
-        for name in ("start", "earlier"):
-            marked = getattr(self, name)
-            setattr(new, name, None if marked is None else (apply(marked[0]), apply(marked[1])))
-        for name in ("has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized"):
-            setattr(new, name, dict(getattr(self, name)))
-        new.conv_kernel_size = dict(self.conv_kernel_size)
-        return new
-
-    def empty(self) -> "StateLayer":
-        """Returns a layer of the same kind that has read nothing."""
-        return StateLayer(self.number_of_states)
-
-    def trimmed(self, number: int) -> "StateLayer":
-        """Returns the layer; a new one if its rows have read nothing."""
-        return self if number else self.empty()
-
-    def clear(self) -> None:
-        """Lets all rows have read nothing."""
-        zeros = StateLayer.map(self, torch.zeros_like)
-        for name in ("conv_states", "recurrent_states", "start", "earlier"):
-            setattr(self, name, getattr(zeros, name))
-
-    def rewind(self, number: int, is_earlier: bool = False) -> None:
-        """Goes back to the states before the unfinished chunk, or to `earlier`."""
-        conv, recurrent = self.earlier if is_earlier else self.start
-        self.conv_states, self.recurrent_states = dict(conv), dict(recurrent)
-        for i in range(self.number_of_states):
-            self.has_previous_state[i] = self.conv_states[i] is not None or self.recurrent_states[i] is not None
-
-    def put(self, rows: Tensor, other: "StateLayer", num_rows: int) -> None:
-        """Replaces the rows `rows` by the rows of another layer."""
-        for name in ("conv_states", "recurrent_states"):
-            _put_states(getattr(self, name), getattr(other, name), rows, num_rows)
-        for name in ("start", "earlier"):
-            marks = [getattr(x, name) for x in (self, other)]
-            if any(x is not None for x in marks):
-                nothing = dict.fromkeys(range(self.number_of_states))
-                mark, new = ((nothing.copy(), nothing.copy()) if x is None else x for x in marks)
-                setattr(self, name, mark)
-                for own, of_rows in zip(mark, new, strict=True):
-                    _put_states(own, of_rows, rows, num_rows)
-        for name in ("has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized"):
-            own = getattr(self, name)
-            own.update({i: x or own[i] for i, x in getattr(other, name).items()})
-        if any(other.is_conv_states_initialized.values()):
-            self.conv_kernel_size, self.device, self.dtype = dict(other.conv_kernel_size), other.device, other.dtype
+    def rewound(self, number: int, is_earlier: bool = False) -> "StateLayer":
+        """Returns the layer with the states before the unfinished chunk, or with `earlier`."""
+        kept = {name: x for name, x in self.named().items() if not name.startswith(STATES)}
+        return self.replaced(kept | (self.earlier if is_earlier else self.start))
 
 
 @contextmanager
@@ -304,28 +307,18 @@ class StateAndKeyValueLayer(StateLayer, KeyValueLayer):
     def lazy_initialization(self, *args, **kwargs) -> None:
         KeyValueLayer.lazy_initialization(self, *args, **kwargs)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "StateAndKeyValueLayer":
-        new = StateLayer.map(self, function)
-        new._map_tensors(function)
-        return new
-
     def empty(self) -> "StateAndKeyValueLayer":
         return StateAndKeyValueLayer(self.window, self.extra, self.number_of_states)
 
-    def trimmed(self, number: int) -> "StateAndKeyValueLayer":
-        return KeyValueLayer.trimmed(self, number) if number else self.empty()
+    def named(self) -> dict[str, Tensor]:
+        return StateLayer.named(self) | KeyValueLayer.named(self)
 
-    def clear(self) -> None:
-        StateLayer.clear(self)
-        KeyValueLayer.clear(self)
+    def set_named(self, tensors: dict[str, Tensor]) -> None:
+        StateLayer.set_named(self, tensors)
+        KeyValueLayer.set_named(self, tensors)
 
-    def rewind(self, number: int, is_earlier: bool = False) -> None:
-        StateLayer.rewind(self, number, is_earlier)
-        KeyValueLayer.rewind(self, number)
-
-    def put(self, rows: Tensor, other: "StateAndKeyValueLayer", num_rows: int) -> None:
-        StateLayer.put(self, rows, other, num_rows)
-        KeyValueLayer.put(self, rows, other, num_rows)
+    def rewound(self, number: int, is_earlier: bool = False) -> "StateAndKeyValueLayer":
+        return KeyValueLayer.rewound(StateLayer.rewound(self, number, is_earlier), number)
 
 
 def make_layers(model: PreTrainedModel, window: int | None, extra: int) -> list:
@@ -448,36 +441,8 @@ def visible_columns(layer: KeyValueLayer, length: int, mask_function: Callable, 
     if layer.window is not None:
         allowed = allowed & (queries - keys < layer.window)
     if layer.passage is not None:
-        sees = layer.sees.to(device)[:, None, None, :]
+        sees = layer.passage[2].to(device).mT  # (B, 1, 1, S)
         allowed = torch.cat([sees.expand(*allowed.shape[:3], -1), allowed], -1)
     if layer.sink is not None:
         allowed = torch.cat([queries >= layer.window, allowed], -1)
     return allowed
-
-
-def _merged(rows: Tensor, new: tuple[dict, dict], old: tuple[dict, dict] | None) -> tuple[dict, dict]:
-    """Returns the states `new` in rows (B,) bool, and `old` in the others."""
-    if old is None or bool(rows.all()):
-        return dict(new[0]), dict(new[1])
-    first, second = ({i: _where_rows(rows, y[i], x.get(i)) for i in y} for x, y in zip(old, new, strict=True))
-    return first, second
-
-
-def _where_rows(rows: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | None:
-    if new is None:
-        return None
-    old = torch.zeros_like(new) if old is None else old
-    return torch.where(rows.to(new.device).view(-1, *[1] * (new.dim() - 1)), new, old)
-
-
-def _put_states(old: dict, new: dict, rows: Tensor, num_rows: int) -> None:
-    """Replaces the rows `rows` of the states `old` by those of `new`. None is the state of rows that have read nothing:
-    zeros, if other rows have read.
-    """
-    for i, x in new.items():
-        own = old.get(i)
-        if own is None and x is not None:
-            own = x.new_zeros(num_rows, *x.shape[1:])
-        if x is None and own is not None:
-            x = own.new_zeros(len(rows), *own.shape[1:])
-        old[i] = None if x is None else own.index_copy(0, rows.to(own.device), x)
