@@ -132,8 +132,9 @@ def needles(kinds: Sequence[str], lengths: Sequence[int] = LENGTHS) -> dict[str,
 
 
 def all_facts(kinds: Sequence[str]) -> dict[str, Scores]:
-    """Returns the scores on novels, Wikipedia and code."""
+    """Returns the scores on novels, Wikipedia and code; of texts that all methods of PAIRED have read, if there are."""
     of_data = [column("facts", data, kinds) for data in FACTS.values()]
+    of_data = [x for x in of_data if all(x[name] for name in PAIRED)] or of_data
     return {name: {(i, *key): x for i, y in enumerate(of_data) for key, x in y[name].items()} for name in METHODS}
 
 
