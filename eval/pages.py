@@ -3,7 +3,8 @@
     python -m eval.pages          # what stands between <!-- table NAME --> and <!-- end --> in README.md and docs/
     python -m eval.pages --check  # fails, naming the page, where a page and the records differ
 
-A share is in per cent; ± is half of its 95 % interval by Student's t over prompts, texts or seeds.
+A share is in per cent; ± is half of its 95 % interval by Student's t over prompts, texts or seeds. Where all of these
+are equal, there is none.
 """
 
 import argparse
@@ -79,12 +80,16 @@ def column(*arguments, **options) -> dict[str, Scores]:
     return {name: {key: x[key] for key in x.keys() & common} for name, x in found.items()}
 
 
-def share(found: Scores, form: str = ".0f") -> str:
+def spread(values: Iterable[float], form: str) -> str:
+    """Formats a mean with half of its interval; values that are all equal have none."""
+    values = list(values)
+    half = half_width(values)
+    return f"{mean(values):{form}}" + (f" ± {half:{form.lstrip('+')}}" if half else "") if values else NONE
+
+
+def share(found: Scores) -> str:
     """Formats a share in per cent with its interval."""
-    if not found:
-        return NONE
-    means = [100 * mean(x) for _, x in sorted(found.items())]
-    return f"{mean(means):{form}}" + (f" ± {half_width(means):{form}}" if len(means) > 1 else "")
+    return spread([100 * mean(x) for _, x in sorted(found.items())], ".0f")
 
 
 def count(found: Scores) -> int:
@@ -114,7 +119,7 @@ def differences(columns: dict[str, dict[str, Scores]]) -> str:
         for of_method in columns.values():
             ours, its = of_method["passages"], of_method[name]
             more = [100 * (mean(ours[key]) - mean(its[key])) for key in sorted(ours.keys() & its.keys())]
-            cells.append(f"{mean(more):+.0f} ± {half_width(more):.0f}" if len(more) > 1 else NONE)
+            cells.append(spread(more, "+.0f"))
         lines.append([METHODS[name], *cells])
     return table("Points more than the method of the line ± 95 % interval", ["", *columns], lines)
 
@@ -127,8 +132,9 @@ def needles(kinds: Sequence[str], lengths: Sequence[int] = LENGTHS) -> dict[str,
 
 
 def all_facts(kinds: Sequence[str]) -> dict[str, Scores]:
-    """Returns the scores on novels, Wikipedia and code."""
+    """Returns the scores on novels, Wikipedia and code; of texts that all methods of PAIRED have read, if there are."""
     of_data = [column("facts", data, kinds) for data in FACTS.values()]
+    of_data = [x for x in of_data if all(x[name] for name in PAIRED)] or of_data
     return {name: {(i, *key): x for i, y in enumerate(of_data) for key, x in y[name].items()} for name in METHODS}
 
 
@@ -225,12 +231,6 @@ def babilong() -> str:
 # Small models
 
 
-def spread(values: Sequence[float], form: str = ".3f") -> str:
-    """Formats a mean over seeds with its interval."""
-    values = list(values)
-    return f"{mean(values):{form}}" + (f" ± {half_width(values):{form.lstrip('+')}}" if len(values) > 1 else "")
-
-
 RECALLED = {  # row, learning rate: its label
     ("lmm", 0.002): "Titans (LMM)",
     ("lmm-off", 0.002): "the same, memory off",
@@ -298,7 +298,7 @@ def regression() -> str:
             if x["run"]["task"] == "sines" and x["run"]["row"] == row and x["run"]["width"] == 32
             and x["run"].get("max_lr") == rate
         ]  # fmt: skip
-        lines.append([label, len(runs), spread([x["result"]["test"]["144-192"] for x in runs])])
+        lines.append([label, len(runs), spread([x["result"]["test"]["144-192"] for x in runs], ".3f")])
     return table("Squared error at pairs 144 to 192, width 32", ["", "seeds", "error"], lines)
 
 
@@ -319,7 +319,7 @@ def losses(name: str) -> dict[str, dict[int, float]]:
 def less(one: dict[int, float], other: dict[int, float]) -> str:
     """Formats the difference of two rows by seed."""
     both = sorted(one.keys() & other.keys())
-    return spread([one[i] - other[i] for i in both], "+.3f") if both else NONE
+    return spread([one[i] - other[i] for i in both], "+.3f")
 
 
 NOVELS = {
@@ -332,7 +332,7 @@ def novels() -> str:
     found, lines = losses("blocks-of-2048"), []
     for row, label in NOVELS.items():
         off = found.get(f"{row}-off")
-        lines.append([label, spread(found[row].values()), less(found[row], off) if off else NONE,
+        lines.append([label, spread(found[row].values(), ".3f"), less(found[row], off) if off else NONE,
                       less(found[row], found["mamba2"]) if row != "mamba2" else NONE])  # fmt: skip
     heading = ["", "loss, nats", "less a twin with the memory off", "less Mamba2"]
     return table("Loss ± 95 % interval over three seeds (lower is better)", heading, lines)
@@ -392,7 +392,7 @@ def forecasts() -> str:
         for data in paper["columns"]:
             of_row = runs[(runs["row"] == row) & (runs["data"] == data) & (runs["look_back"] == look_back)]
             of_seed = of_row["mse"].unstack("horizon").reindex(columns=paper["horizons"]).dropna().mean(axis=1)
-            cells.append(spread(of_seed) if len(of_seed) else NONE)
+            cells.append(spread(of_seed, ".3f"))
         lines.append([label, *cells])
     lines.append(["the paper's neural memory, look-back 96", *(f"{x[0]:.3f}" for x in paper["rows"]["neural memory"])])
     heading = ["all with a daily cycle, but the paper's", *paper["columns"]]
@@ -425,7 +425,31 @@ def tracking() -> str:
     return table("Right states, per cent, in texts four times as long as trained", heading, lines)
 
 
+def gpu_training() -> str:
+    runs = [x for x in load("gpu") if x["benchmark"] == "models"]
+    lines = [
+        [f"{x['model'].upper() if x['model'] != 'llama' else 'Llama'}, {x['size'].upper()}", f"{x['tokens']:,}",
+         f"{x['read tokens/s']:,.0f}", f"{x['train tokens/s']:,.0f}", f"{x['train peak KB/token']:,.0f}"]
+        for x in runs
+    ]  # fmt: skip
+    heading = ["model", "tokens of a text", "read, tokens/s", "train, tokens/s", "peak of training, kB a token"]
+    return table("One H200, bfloat16, one run, one text at a time", heading, lines)
+
+
+def gpu_decoding() -> str:
+    runs = [x for x in load("gpu") if x["benchmark"] == "decode"]
+    contexts = sorted({x["context"] for x in runs})
+    found = defaultdict(dict)
+    for x in runs:
+        name = "Llama" if x["model"] == "llama" else x["model"].upper()
+        found[name + (', `"delta"`' if x["set"] else "")][x["context"]] = f"{x['ms/token']:.0f}"
+    lines = [[name, *(of_model.get(n, NONE) for n in contexts)] for name, of_model in found.items()]
+    return table("Milliseconds for one more token, 170M", ["model", *(f"{n:,} tokens before" for n in contexts)], lines)
+
+
 TABLES = {
+    "gpu-training": gpu_training,
+    "gpu-decoding": gpu_decoding,
     "remember": lambda: of_methods({
         "needles in 1,024 tokens": column("ruler", "novels", SINGLE, length=1024),
         "facts in the text's words": all_facts(OWN_WORDS),

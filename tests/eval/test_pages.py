@@ -39,7 +39,7 @@ def test_a_share_is_of_the_questions_that_the_compared_methods_have_answered(rec
 
 
 def test_differences_are_paired(records):
-    """Half a point more in each of two texts is 50 ± 0, though the shares differ."""
+    """50 points more in each of two texts, though the shares differ, has no interval."""
     assert "| plain retrieval, passage | +50 ± 0 |" in pages.differences(records)
 
 
