@@ -148,7 +148,7 @@ KINDS = {
 
 
 def far_facts() -> dict[str, dict[str, Scores]]:
-    near = {"700–3,000 tokens": column("facts", "texts", TOLD)}
+    near = {"up to 3,000 tokens": column("facts", "texts", TOLD)}
     return near | {f"{n:,} tokens": column("facts", f"novels-{n}", TOLD) for n in (10000, 30000)}
 
 
@@ -497,7 +497,11 @@ def label_lines(axes, ends: dict[str, tuple[float, str]], gap: float) -> None:
 def shorter(column: str) -> str:
     """Shortens 4,096 tokens to 4k, for a chart."""
     number = column.removesuffix(" tokens").replace(",", "")
-    return f"{int(number) // 1024}k" if number.isdigit() and int(number) % 1024 == 0 else column.removesuffix(" tokens")
+    return (
+        f"{int(number) // 1024}k"
+        if number.isdigit() and int(number) % 1024 == 0
+        else column.removesuffix(" tokens").replace("up to ", "≤ ")
+    )
 
 
 def draw_shares(axes, columns: dict[str, dict[str, Scores]], title: str, unit: str, names: Sequence[str]) -> None:
