@@ -40,9 +40,10 @@ class Chat:
         self.reader, self.tokenizer, self.read, self.said = reader, tokenizer, "", []
 
     def prompt(self, messages: list[str], answer: bool = True) -> Tensor:
-        """Returns the ids (T,) of the messages, of user and assistant in turn, after what was read; with the header of
-        an answer.
+        """Begins a prompt, and returns its ids (T,): the messages, of user and assistant in turn, after what was read,
+        with the header of an answer.
         """
+        self.reader.start_prompt(messages[-1])
         roles = [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(messages)]
         whole = self.tokenizer.apply_chat_template(roles, tokenize=False, add_generation_prompt=answer)
         ids = tensor(self.tokenizer(whole.removeprefix(self.read), add_special_tokens=False).input_ids)

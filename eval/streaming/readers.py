@@ -1,19 +1,24 @@
 """Ways in which a frozen model reads a text in pieces, and answers what is asked after it.
 
-`begin()` forgets the text, `read(ids)` reads the next piece, `begin_question()` says that a question follows,
-`after(ids)` reads on in a branch, which leaves no trace, `generate(ids)` reads on and answers. Keys and values count
-two bytes a number, as they are kept in practice.
+`begin()` forgets the text, `read(ids)` reads the next piece, `after(ids)` reads on in a branch, which leaves no trace,
+`generate(ids)` reads on and answers. Keys and values count two bytes a number, as they are kept in practice.
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
 
+import numpy as np
 import torch
+from sklearn.feature_extraction.text import CountVectorizer
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import StoppingCriteriaList
 
+from eval.streaming.babilong import split_sentences
 from titans_hf import MemoryCache, Passages, remember
 from titans_hf.cli.shared.text_ids import end_tokens
 
@@ -39,8 +44,8 @@ class Reader:
         """Forgets the text."""
         self.cache, self.start = DynamicCache(), 0
 
-    def begin_question(self) -> None:
-        """Lets a question begin with the next token."""
+    def start_prompt(self, message: str | None = None) -> None:
+        """Says that a question begins with the next token; message: its text, where it is a message of a chat."""
 
     def state_bytes(self) -> int:
         """Returns the bytes of what is kept of the text."""
@@ -97,7 +102,7 @@ class Remember(Reader):
     def begin(self) -> None:
         self.cache, self.start = MemoryCache(self.model), 0
 
-    def begin_question(self) -> None:
+    def start_prompt(self, message: str | None = None) -> None:
         self.cache.start_prompt()
 
     def state_bytes(self) -> int:
@@ -114,7 +119,7 @@ class Remember(Reader):
 
     def generate(self, ids: Tensor, most: int, is_done: Callable[[list[int]], bool] = lambda said: False) -> list[int]:
         """Reads tokens (T,), and answers greedily, as `generate()` does. All but the last token are read."""
-        self.cache.start_prompt()
+        self.start_prompt()
         stop = StoppingCriteriaList([lambda rows, _, **__: torch.tensor([is_done(rows[0, len(ids) :].tolist())])])
         made = self.model.generate(
             ids[None], attention_mask=torch.ones_like(ids)[None], cache=self.cache, max_new_tokens=most,
@@ -164,22 +169,24 @@ class Search(Remember):
     after, generate = Reader.after, Reader.generate
 
 
-class Pasted(Reader):
-    """Plain retrieval: where it is asked, a fresh window reads the begin token, the passages that `remember` would read
-    again, as text, and the last tokens. It keeps the ids alone, and reads nothing before it is asked.
+class Retrieved(Reader):
+    """Plain retrieval: what is found for a question and the question alone, in a fresh context.
+
+    In a chat they are one message of the user, in the model's chat template. The reader keeps the ids, and reads
+    nothing before it is asked.
     """
 
-    def __init__(self, model: PreTrainedModel, window: int):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         super().__init__(model)
-        self.window, self.passages, self.asked = window, Passages(), 0
-        self.first = model.config.get_text_config(decoder=True).bos_token_id or 0
+        self.tokenizer = tokenizer
 
     def begin(self) -> None:
         super().begin()
-        self.ids, self.asked = torch.zeros(0, dtype=torch.int64), 0
+        self.ids = torch.zeros(0, dtype=torch.int64)
+        self.start_prompt()
 
-    def begin_question(self) -> None:
-        self.asked = len(self.ids)
+    def start_prompt(self, message: str | None = None) -> None:
+        self.asked, self.message = len(self.ids), message
 
     def state_bytes(self) -> int:
         """Returns the bytes of the text."""
@@ -190,27 +197,79 @@ class Pasted(Reader):
         self.ids = torch.cat([self.ids, ids])
 
     def after(self, ids: Tensor) -> Tensor:
-        """Returns the log probabilities after each of the next tokens (T, V) in a fresh window."""
-        text = torch.cat([self.ids, ids])
+        """Returns the log probabilities after the last token of the question and each token of an answer (T, V)."""
+        prompt = self.prompt(ids[:1])
         super().begin()
-        return super().read(self.prompt(text, len(ids)))[-len(ids) :]
-
-    def prompt(self, text: Tensor, num_asked: int) -> Tensor:
-        """Returns what a fresh window reads: at most `window` tokens. Passages are chosen before the last `num_asked`
-        tokens, by the question before these; of too many, the newest are read.
-        """
-        known = text[: len(text) - num_asked]
-        choice = self.passages.choose(known, len(known), self.window, len(known) - self.asked)
-        passage = text[:0] if choice is None else torch.cat([text[begin:end] for begin, end in choice.pieces])
-        passage = passage[-self.window // 2 :] if len(passage) > self.window // 2 else passage
-        rest = text[max(0, len(text) - (self.window - 1 - len(passage))) :]
-        return torch.cat([torch.tensor([self.first] if len(text) > self.window else []).long(), passage, rest])
+        return super().read(torch.cat([prompt, ids[1:]]))[-len(ids) :]
 
     def generate(self, ids: Tensor, most: int, is_done: Callable[[list[int]], bool] = lambda said: False) -> list[int]:
-        """Reads tokens (T,) in a fresh window, and answers greedily. A chat goes on after all but the last token."""
-        self.begin_question()
-        self.read_on(ids)
+        """Ends the question with tokens (T,), and answers greedily. The text goes on after all but the last token."""
+        prompt = self.prompt(ids)
         super().begin()
-        said = super().generate(self.prompt(self.ids, 0), most, is_done)
-        self.read_on(torch.tensor(said[:-1], dtype=torch.int64))
+        said = super().generate(prompt, most, is_done)
+        self.read_on(torch.cat([ids, torch.tensor(said[:-1], dtype=torch.int64)]))
         return said
+
+    def prompt(self, ids: Tensor) -> Tensor:
+        """Returns what a fresh context reads; ids (T,): the last tokens of the question."""
+        question = torch.cat([self.ids[self.asked :], ids])
+        found = self.find(self.ids[: self.asked], question).strip()
+        if self.message is None:
+            return torch.cat([self._tokenize(f"{found}\n\n"), question])
+        roles = [{"role": "user", "content": f"{found}\n\n{self.message}"}]
+        return self._tokenize(self.tokenizer.apply_chat_template(roles, tokenize=False, add_generation_prompt=True))
+
+    def find(self, text: Tensor, question: Tensor) -> str:
+        """Returns what is read before a question (Q,) after a text (N,)."""
+        raise NotImplementedError
+
+    def _tokenize(self, text: str) -> Tensor:
+        return torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
+
+
+class RetrievedPassages(Retrieved):
+    """The passages that `remember` would choose of the whole text, and the question alone."""
+
+    passages = Passages()
+
+    def find(self, text: Tensor, question: Tensor) -> str:
+        ids = torch.cat([text, question])
+        whole = replace(self.passages, before=0, after=0)  # up to the text's last token
+        places = set()
+        for span in whole.spans(ids, len(ids), len(question) + 1, min(whole.query, len(question))):
+            places |= set(range(max(0, span - self.passages.before), span + 2 * whole.block + self.passages.after))
+        pieces = groupby(enumerate(sorted(x for x in places if x < len(text))), lambda x: x[1] - x[0])
+        return "\n".join(self.tokenizer.decode([int(text[x]) for _, x in piece]).strip() for _, piece in pieces)
+
+
+class RetrievedSentences(Retrieved):
+    """The best sentences of the text by BM25, in the text's order, and the question alone.
+
+    Source: Robertson and Zaragoza (2009), equation 3.15, with k_1 = 1.2, b = .75; terms are lower-case words.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, number: int):
+        super().__init__(model, tokenizer)
+        self.number = number
+        self.settings["sentences"] = number
+
+    def find(self, text: Tensor, question: Tensor) -> str:
+        lines = self.tokenizer.decode(text).splitlines()
+        sentences = [x for line in lines for x in split_sentences(line) if re.search(r"\w", x)]
+        if not sentences:
+            return ""
+        scores = self.scores(sentences, self.message or self.tokenizer.decode(question))
+        best = sorted(np.argsort(-scores, kind="stable")[: self.number])
+        return " ".join(sentences[i] for i in best)
+
+    @staticmethod
+    def scores(sentences: list[str], question: str) -> np.ndarray:
+        """Returns the score of each sentence."""
+        words = CountVectorizer(token_pattern=r"\w+")
+        counts = words.fit_transform(sentences).toarray()  # (sentences, words)
+        wanted = words.transform([question]).toarray()[0] > 0
+        with_word = (counts > 0).sum(0)
+        idf = np.log1p((len(counts) - with_word + 0.5) / (with_word + 0.5))
+        length = counts.sum(1, keepdims=True)
+        parts = idf * counts * 2.2 / (counts + 1.2 * (0.25 + 0.75 * length / length.mean()))
+        return parts[:, wanted].sum(1)

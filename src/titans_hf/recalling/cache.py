@@ -5,63 +5,39 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from . import files
-from .columns import Columns
-from .recording import Recording
-from .rows import Rows
-from .settings import memory_of
-from .window import make_layers
+from .texts import Texts
 
 
-class Passage(NamedTuple):
-    """What was read again: ids (S,) int64 of a row's text, from its token number `begin` on."""
-
-    begin: int
-    ids: Tensor
-
-
-class MemoryCache(Cache):
-    """The cache of a model with `remember`: its memory of R texts. Use it as any cache of Transformers.
+class MemoryCache(Texts, Cache):
+    """The cache of a model with `remember`: its memory of R texts, see `Texts`. Use it as any cache of Transformers.
 
         cache = MemoryCache(model)
         model(ids, cache=cache)                # reads on
         model.generate(ids, cache=cache)
         branch = copy.copy(cache)              # shares all tensors: none is changed in place
 
-    rows: the texts as they were read, without passages. branch: the rows that see passages, see `recall`; None without
-    a recall. unread: the last columns, which `rows` has not read: they were read in the branch alone, or `crop` went
-    back behind them. since_recall (R,) int64: columns read since a row's recall, -1 for a row without one beside rows
-    that have one; None without a recall.
-    num_columns: columns that were read, padding included. first_column: the first one of the prompt, as `generate()`
-    counts. prompt_end: in `generate()`, columns of its prompt by `get_seq_length`, else None. in_answer: whether that
-    prompt was read.
-    recalled: for each row, the passages that were read again since `start_prompt` or `generate()`.
+    recalled: for each row, the passages that were read again since `start_prompt` or `generate()`, as `Passage`.
+    first_column: the first one of the prompt, as `generate()` counts. prompt_end: in `generate()`, columns of its
+    prompt by `get_seq_length`, else None. in_answer: whether that prompt was read.
     about: any JSON, saved with the memory. seen_in_folders: see `cache_files.write_memory`.
 
     Raises ValueError for a model without `remember`.
     """
 
-    layer_class_to_replicate, offloading = None, False
+    layer_class_to_replicate, offloading, is_compileable = None, False, False
+    prompt_end: int | None = None
+    in_answer = False
 
     def __init__(self, model: PreTrainedModel):
-        self.memory = memory = memory_of(model)
-        self.rows = Rows(make_layers(model, memory.window, memory.extra_columns), memory.passages is not None)
-        self.branch: Rows | None = None
-        self.unread = Columns.none(0)
-        self.since_recall: Tensor | None = None
-        self.recording: Recording | None = None
-        self.num_columns = self.first_column = 0
-        self.prompt_end: int | None = None
-        self.in_answer = False
-        self.recalled: list[list[Passage]] = []
+        Texts.__init__(self, model)
         self.about: dict[str, Any] = {}
         self.seen_in_folders: dict[Path, dict | None] = {}
 
@@ -84,10 +60,6 @@ class MemoryCache(Cache):
         return len(self.rows) or -1
 
     @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
     def is_croppable(self) -> bool:
         return self.recording is not None
 
@@ -102,15 +74,6 @@ class MemoryCache(Cache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
-
-    def begin(self, rows: int, device: torch.device) -> None:
-        """Makes `rows` rows that have read nothing, unless there are some. Raises ValueError for another number."""
-        if not len(self.rows):
-            self.rows, self.unread = self.rows.empty(rows, device), Columns.none(rows)
-            self.recalled = [[] for _ in range(rows)]
-            self.restart_recording()
-        elif len(self.rows) != rows:
-            raise ValueError(f"`input_ids` must have the {len(self.rows)} rows of `cache`, got {rows}.")
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -135,100 +98,6 @@ class MemoryCache(Cache):
         if not num_read:
             self.begin_prompt()
 
-    def begin_prompt(self) -> None:
-        """Lets the tokens to read next be the prompt by which passages are chosen."""
-        self.rows.asked = -self.unread.real.sum(1)
-        if self.recording is not None:
-            self.recording.begin_prompt()
-
-    def end_recall(self) -> None:
-        """Lets the text go on without passages in sight, also where it is cropped."""
-        self.branch = self.since_recall = None
-        self.unread = self.unread.without_recalls()
-        if self.recording is not None:
-            self.recording.forget_recalls()
-
-    def note_recall(self, rows: Tensor, branch: Rows, found: dict[int, list[Passage]]) -> None:
-        """Notes that rows (I,) int64 recall after the last column, and go on in `branch`; found: the passages, by the
-        number of the row in `branch`.
-        """
-        if self.since_recall is None or self.branch is None:
-            self.since_recall = torch.full_like(self.seen, -1)
-        if len(rows) == len(self.rows):
-            self.branch = branch
-        else:
-            self.branch = self.rows.as_branch() if self.branch is None else self.branch
-            self.branch.put(rows, branch)
-        self.since_recall = self.since_recall.index_fill(0, rows, 0)
-        for i, passages in found.items():
-            row = int(rows[i])
-            self.recalled[row] = [*self.recalled[row], *passages]
-        if self.recording is not None:
-            self.recording.note_recall(rows, is_read=not self.unread.width)
-
-    def note_unread(self, columns: Columns) -> None:
-        """Notes columns that were read only in the branch."""
-        self.unread, self.num_columns = self.unread.join(columns), self.num_columns + columns.width
-        self.since_recall = torch.where(self.since_recall < 0, -1, self.since_recall + columns.width)
-        if self.recording is not None:
-            self.recording.add(columns)
-
-    def take_unread(self, begin: int = 0) -> Columns:
-        """Takes the unread columns from `begin` on out of the cache, and returns them."""
-        taken = self.unread.at(begin, self.unread.width)
-        self.unread, self.num_columns = self.unread.at(0, begin), self.num_columns - taken.width
-        if self.recording is not None:
-            self.recording.drop(taken.width)
-        return taken
-
-    def append_rows(self, other: "MemoryCache") -> None:
-        """Appends the rows of another cache of the same model. Both must have read something. A cache that records can
-        be cropped from here on. If only one of the caches sees passages, the other's rows go on in its branch, without
-        a passage.
-
-        Raises ValueError for another model's or an empty cache, after `crop` in a recall, and if one cache sees
-        passages and the other has columns to be read again.
-        """
-        if other.memory is not self.memory or not len(self.rows) or not len(other.rows):
-            raise ValueError("`other` must be a cache of the same model, and both must have read something.")
-        both = (self, copy.copy(other))  # it may be this cache
-        if any(x.since_recall is not None for x in both):
-            if any(x.branch is None and x.unread.width for x in both):
-                raise ValueError(
-                    "`append_rows` beside a recall: call `cache.read_unread(model)` on both caches before."
-                )
-            branches = [x.rows.as_branch() if x.branch is None else x.branch for x in both]
-            self.branch = branches[0].join(branches[1])
-            none = [torch.full_like(x.seen, -1) for x in both]
-            since = [y if x.since_recall is None else x.since_recall for x, y in zip(both, none, strict=True)]
-            self.since_recall = torch.cat(since)
-        most = max(x.unread.width for x in both)  # the shorter of the two has padding in front
-        padded = [x.unread.map(lambda y: pad(y.to(self.rows.device), (most - y.shape[1], 0))) for x in both]
-        self.unread = Columns(*map(torch.cat, zip(*padded, strict=True)))
-        self.unread = Columns(self.unread.ids, *(x.cpu() for x in self.unread[1:]))
-        self.rows = self.rows.join(both[1].rows)
-        self.recalled = [*self.recalled, *both[1].recalled]
-        self.restart_recording()
-
-    def reset_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
-        """Lets some rows (I,) int64 begin a new text with an empty memory. Beside rows that see a passage they see none
-        until their next recall. A cache that records can be cropped from here on.
-        """
-        if len(self.rows):
-            for state in filter(None, (self.rows, self.branch)):
-                state.clear(rows)
-                state.asked = state.asked.index_fill(0, rows, 0)
-            self.unread = self.unread._replace(real=self.unread.real.index_fill(0, rows, False))
-            self.recalled = [[] if i in rows.tolist() else x for i, x in enumerate(self.recalled)]
-            self.restart_recording()
-
-    def reset(self) -> None:
-        """Forgets everything that was read."""
-        self.rows = self.rows.empty(0, "cpu")
-        self.num_columns, self.first_column, self.unread, self.recalled = 0, 0, Columns.none(0), []
-        self.branch = self.since_recall = None
-        self.restart_recording()
-
     def read_unread(self, model: PreTrainedModel) -> None:
         """Ends a recall, and reads the columns that are to be read again."""
         self.end_recall()
@@ -238,15 +107,8 @@ class MemoryCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps rows (I,) int64, in this order."""
-        if not len(self.rows):
-            return
-        rows = indices.cpu()
-        self.rows, self.unread = self.rows.take(rows), self.unread.of_rows(rows)
-        self.branch = None if self.branch is None else self.branch.take(rows)
-        self.since_recall = None if self.since_recall is None else self.since_recall[rows]
-        self.recalled = [self.recalled[i] for i in rows.tolist()]
-        if self.recording is not None:
-            self.recording.take(rows)
+        if len(self.rows):
+            self.select(indices.cpu())
 
     reorder_cache = batch_select_indices  # as beam search asks
 
@@ -258,11 +120,6 @@ class MemoryCache(Cache):
         """Lets `crop` remove columns from here on: the state at the starts of the last chunks is kept."""
         if self.recording is None:
             self.restart_recording(always=True)
-
-    def restart_recording(self, always: bool = False) -> None:
-        if always or self.recording is not None:
-            since = torch.full_like(self.seen, -1) if self.since_recall is None else self.since_recall
-            self.recording = Recording(self.rows, self.unread, since >= 0, self.num_columns)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last columns: -n removes n, as in Transformers.

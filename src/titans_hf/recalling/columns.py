@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class Columns(NamedTuple):
@@ -46,6 +47,13 @@ class Columns(NamedTuple):
 
     def join(self, other: "Columns") -> "Columns":
         return Columns(*(torch.cat([x.to(y.device), y], 1) for x, y in zip(self, other, strict=True)))
+
+    def beside(self, other: "Columns") -> "Columns":
+        """Returns the rows of both; the shorter of the two gets padding in front."""
+        most = max(self.width, other.width)
+        pairs = ((pad(x.to(self.ids.device), (most - x.shape[1], 0)) for x in y) for y in (self, other))
+        ids, *others = (torch.cat(x) for x in zip(*pairs, strict=True))
+        return Columns(ids, *(x.cpu() for x in others))
 
     def without_recalls(self) -> "Columns":
         return self._replace(recalls=torch.zeros_like(self.recalls))

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import reading
-from .cache import MemoryCache, Passage
+from .cache import MemoryCache
 from .columns import Columns
 from .rows import Rows
+from .texts import Passage
 from .window import KeyValueLayer, RowLayer, make_layers
 
 
