@@ -161,7 +161,7 @@ def test_every_question_has_its_answer():
                 last = question.split()[-1]
                 assert sum(f" {last} " in x for x in told.split(".")) >= 2
             tops = {i - 1: int(ids[i]) for i in range(begin, end)}
-            answer = facts.Answer(kind, begin - 1, begin, end, value, values)
+            answer = facts.Answer(kind, start, begin, end, value, values)
             assert facts.judge(answer, ids, tops, tokenizer) == (value if kind != "absent" else " ", kind != "absent")
 
 
