@@ -3,6 +3,7 @@
 import re
 import tomllib
 from pathlib import Path
+from textwrap import indent
 from urllib.request import urlopen
 
 DOCS = Path(__file__).parent
@@ -70,12 +71,22 @@ def read_page(app, docname: str, source: list[str]) -> None:
 
 
 def as_restructured(app, what, name, obj, options, lines: list[str]) -> None:
-    """Writes a docstring's `code` as Sphinx writes it, and keeps the stars and bars of its prose."""
-    parts = re.split(r"(``.+?``|`[^`]+`)", "\n".join(lines))
+    """Writes a docstring as Sphinx reads it: its `code`, its blocks of code, the stars and bars of its prose."""
+    text = "\n".join(lines).replace("> ", "") + "\n"
+    text = re.sub(r"^```(\w+)\n(.*?)^```$", lambda x: block(x[1], indent(x[2], "    ")), text, flags=re.M | re.S)
+    text = re.sub(r"(?<=[^\n]\n\n)((?: {4}.*\n|\n)+)", lambda x: block("none", x[1]), text)  # not below "Args:"
+    parts = re.split(r"(\.\. code-block::.*?\n(?=\S|\Z)|`[^`]+`)", text, flags=re.S)
     for i, part in enumerate(parts):
-        code = re.fullmatch(r"`+([^`]+)`+", part)
-        parts[i] = f"``{code[1]}``" if code else re.sub(r"([*|]|_\b)", r"\\\1", part)
+        if re.fullmatch(r"`[^`]+`", part):
+            parts[i] = f"`{part}`"
+        elif not part.startswith(".. code-block"):
+            parts[i] = re.sub(r"([*|]|_\b)", r"\\\1", part)
     lines[:] = "".join(parts).splitlines()
+
+
+def block(language: str, code: str) -> str:
+    """Writes indented lines as a block of code."""
+    return f".. code-block:: {language}\n\n{code.rstrip()}\n\n"
 
 
 def setup(app) -> None:
