@@ -6,6 +6,8 @@ from pathlib import Path
 from textwrap import indent
 from urllib.request import urlopen
 
+from titans_hf import TitansConfig
+
 DOCS = Path(__file__).parent
 PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
@@ -30,7 +32,9 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-napoleon_google_docstring = True
+GROUPS = re.findall(r"^ *> ([\w ]+)", TitansConfig.__doc__, re.MULTILINE)  # of its fields
+napoleon_custom_sections = [(group, "params_style") for group in GROUPS]
+SECTIONS = {"Args", "Attributes", "Returns", "Raises", *GROUPS}
 suppress_warnings = ["misc.highlighting_failure"]
 
 
@@ -72,16 +76,22 @@ def read_page(app, docname: str, source: list[str]) -> None:
 
 def as_restructured(app, what, name, obj, options, lines: list[str]) -> None:
     """Writes a docstring as Sphinx reads it: its `code`, its blocks of code, the stars and bars of its prose."""
-    text = "\n".join(lines).replace("> ", "") + "\n"
-    text = re.sub(r"^```(\w+)\n(.*?)^```$", lambda x: block(x[1], indent(x[2], "    ")), text, flags=re.M | re.S)
-    text = re.sub(r"(?<=[^\n]\n\n)((?: {4}.*\n|\n)+)", lambda x: block("none", x[1]), text)  # not below "Args:"
-    parts = re.split(r"(\.\. code-block::.*?\n(?=\S|\Z)|`[^`]+`)", text, flags=re.S)
-    for i, part in enumerate(parts):
-        if re.fullmatch(r"`[^`]+`", part):
-            parts[i] = f"`{part}`"
+    text = re.sub(r"^    > ([\w ]+).*$", r"\1:", "\n".join(lines), flags=re.M)
+    text = re.sub(r"^```(\w+)\n(.*?)^```$", lambda x: block(x[1], indent(x[2], "    ")), text + "\n", flags=re.M | re.S)
+    parts, in_section = [], False
+    for part in re.split(r"\n\n+", text.strip("\n")):
+        in_section = part.removesuffix(":").split(":\n")[0] in SECTIONS or (in_section and part.startswith("    "))
+        if part.startswith("    ") and not in_section:
+            code, after = re.match(r"((?: {4}[^\n]*\n?)+)(.*)", part, re.DOTALL).groups()
+            part = block("none", code) + after
         elif not part.startswith(".. code-block"):
-            parts[i] = re.sub(r"([*|]|_\b)", r"\\\1", part)
-    lines[:] = "".join(parts).splitlines()
+            words = re.split(r"`([^`]+)`", part)
+            prose = [re.sub(r"([*|]|_\b)", r"\\\1", x) for x in words[::2]]
+            part = "".join(
+                x for pair in zip(prose, [f"``{x}``" for x in words[1::2]] + [""], strict=True) for x in pair
+            )
+        parts.append(part)
+    lines[:] = "\n\n".join(parts).splitlines()
 
 
 def block(language: str, code: str) -> str:
