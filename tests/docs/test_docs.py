@@ -16,10 +16,8 @@ from byte_model import save_byte_model, save_llama
 from covering import in_one_test
 from eval_common import BOOK, make_data
 from series_files import write_series
-from transformers import AutoModelForCausalLM
 
 import titans_hf
-from titans_hf.cli import demo
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eval" / "README.md"]
@@ -97,6 +95,7 @@ def each(language: str) -> list:
     """Makes a slow test of each block of which something is run, a long one of those with a table's commands."""
     found = {f"{x.page.relative_to(ROOT)}:{x.line}": x for x in BLOCKS if x.language == language}
     found = {name: x for name, x in found.items() if language != "bash" or sys.executable in program_of(x.text)}
+    found = {name: x for name, x in found.items() if "OpenAI(" not in x.text}  # tests/cli/test_serve.py asks a server
     mark = lambda x: pytest.mark.long if x.page.name in ("results.md", "speed.md") else pytest.mark.slow  # noqa: E731
     return [pytest.param(x, id=name, marks=mark(x)) for name, x in found.items()]
 
@@ -163,14 +162,13 @@ def stage(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stage")
     for name in ("checkpoints", "src", "scripts", "eval", "tests"):
         (folder / name).symlink_to(ROOT / name)
-    for name in ("docs", "titans", "examples"):
+    for name in ("titans", "examples"):
         (folder / name).mkdir()
-    shutil.copy(ROOT / "docs" / "train.md", folder / "docs")
     data = make_data(folder / "data")
     for name in ("data/books/train", "data/books/valid", "my_texts", "books", "data/ett", "my_chats"):
         (folder / name).mkdir()
         (folder / name / "a.txt").write_text(BOOK) if "chats" not in name else None
-    for name in ("notes.txt", "chapter.txt"):
+    for name in ("notes.txt", "my_text.txt"):
         (folder / name).write_text(BOOK[:300])
     for name in ("data/ett/ETTh1.csv", "my_series.csv"):
         write_series(folder / name, rows=1000)
@@ -180,12 +178,8 @@ def stage(tmp_path_factory):
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}]
     (folder / "my_chats" / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 32)
     save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", max_position_embeddings=8192, hidden_size=64)
-    for name, variant in {"runs/tiny-lmm": "lmm", "runs/novels-chat": "mag", "you/your-model": "mag"}.items():
-        save_byte_model(folder / name, variant)
-    shutil.copy(ROOT / "src" / "titans_hf" / "cli" / "configs" / "chat_template.jinja", folder / "runs" / "novels-chat")
-    demo_model = folder / "runs" / "demo" / "titans-lmm"
-    AutoModelForCausalLM.from_config(demo.make_configs("lmm")["Titans LMM"]).save_pretrained(demo_model)
-    demo.make_tokenizer().save_pretrained(demo_model)
+    for name in ("runs/first", "you/your-model"):
+        save_byte_model(folder / name, "mag")
     return folder
 
 
@@ -198,6 +192,7 @@ def workplace(stage, tmp_path):
 def run(command: list[str], folder: Path, timeout: float) -> None:
     """Runs a block in `folder`, offline, with caches of its own."""
     own = {"HF_HOME": str(folder.parent / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    own["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # titans-hf within a line or a program
     options = dict(cwd=folder, env=os.environ | own, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     done = subprocess.run(command, timeout=timeout, **options)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -223,3 +218,19 @@ def test_python_runs(block, workplace):
         pytest.skip("no CUDA GPU")
     folder = workplace / "examples" if block.page.suffix == ".ipynb" else workplace
     run([sys.executable, "-c", block.text], folder, 250)
+
+
+def test_the_address_stands_in_one_place():
+    """Every page and form that has the repository's address has the one of pyproject.toml."""
+    (address,) = re.findall(r'^Repository = "(.*)"', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    host = address.rpartition("/")[0].rpartition("/")[0]
+    for page in [*PAGES, ROOT / "pyproject.toml", *(ROOT / ".github").rglob("*.*")]:
+        found = re.findall(rf"{host}/[\w.-]+/titans-hf\b", page.read_text(encoding="utf-8"))
+        assert {*found} <= {address}, page
+
+
+@pytest.mark.slow
+def test_the_site_builds(tmp_path):
+    """Sphinx makes the site out of the pages without a warning: no link is broken, and every name has a docstring."""
+    pytest.importorskip("sphinx")
+    run([sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(ROOT / "docs"), str(tmp_path)], ROOT, 250)
