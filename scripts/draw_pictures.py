@@ -1,6 +1,7 @@
 """Draws the pictures of docs/how-it-works.md; run from a checkout as `python -m scripts.draw_pictures`."""
 
 import copy
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -11,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import titans_hf  # noqa: F401 registers the model
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 INK, LINE, ATTENTION, MEMORY, TEXT = "#1f2430", "#5b6475", "#cfe3f7", "#fbd9b5", "#eceff4"
 ATTENTION_EDGE, MEMORY_EDGE = "#2a6fb0", "#c8690c"
 BLUE = {"facecolor": ATTENTION, "edgecolor": ATTENTION_EDGE}
@@ -89,7 +89,7 @@ def draw_variants() -> None:
 
 def draw_learning() -> None:
     """How probable the trained recall-lmm finds each fact after each word that it reads, at first and much later."""
-    folder = ROOT / "checkpoints" / "recall-lmm"
+    folder = files("titans_hf") / "checkpoints" / "recall-lmm"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     facts = {"Ada": "Rome", "Ben": "Oslo", "Cleo": "Lima", "Dan": "Cairo"}
     words = [*(word for fact in facts.items() for word in fact), *"the of and to".split() * 2]

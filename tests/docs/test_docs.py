@@ -177,7 +177,9 @@ def stage(tmp_path_factory):
     (data / "dna" / "human_nontata_promoters" / "test.tsv").write_text("\n".join(["seq\tlabel", *rows, ""]))
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}]
     (folder / "my_chats" / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 32)
-    save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", max_position_embeddings=8192, hidden_size=64)
+    smol = folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+    save_llama(smol, max_position_embeddings=8192, hidden_size=64)
+    shutil.copy(ROOT / "src" / "titans_hf" / "cli" / "configs" / "chat_template.jinja", smol)
     for name in ("runs/first", "you/your-model"):
         save_byte_model(folder / name, "mag")
     return folder
