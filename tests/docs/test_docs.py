@@ -59,19 +59,23 @@ PROGRAMS = {x.split()[0] for x in OPTIONS if not x.startswith(".")}
 
 
 class Block(NamedTuple):
-    """A fenced block, or the code of a notebook: its page, the line that it starts in, its language and its text."""
+    """A fenced block, or the code of a notebook: its page, the line that it starts in, its language, its text, and the
+    block without a language that follows at once, which is what it prints.
+    """
 
     page: Path
     line: int
     language: str
     text: str
+    printed: str = ""
 
 
 BLOCKS = [
-    Block(page, text[: match.start()].count("\n") + 1, match[1], match[2])
+    Block(page, text[: match.start()].count("\n") + 1, match[1], match[2], printed[1] if printed else "")
     for page in PAGES
     for text in [page.read_text(encoding="utf-8")]
     for match in FENCE.finditer(text)
+    for printed in [re.match(r"\n\n```\n(.*?)^```$", text[match.end() :], re.MULTILINE | re.DOTALL)]
 ]
 for page in sorted((ROOT / "examples").glob("*.ipynb")):
     cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
@@ -191,13 +195,14 @@ def workplace(stage, tmp_path):
     return Path(shutil.copytree(stage, tmp_path / "checkout", symlinks=True))
 
 
-def run(command: list[str], folder: Path, timeout: float) -> None:
-    """Runs a block in `folder`, offline, with caches of its own."""
+def run(command: list[str], folder: Path, timeout: float) -> str:
+    """Runs a block in `folder`, offline, with caches of its own; returns what it printed."""
     own = {"HF_HOME": str(folder.parent / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     own["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # titans-hf within a line or a program
-    options = dict(cwd=folder, env=os.environ | own, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    options = dict(cwd=folder, env=os.environ | own, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     done = subprocess.run(command, timeout=timeout, **options)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 @pytest.mark.timeout(900)
@@ -212,14 +217,18 @@ def test_commands_run(block, workplace):
 
 @pytest.mark.parametrize("block", each("python"))
 def test_python_runs(block, workplace):
-    """A Python block runs alone and unchanged; so does the code of a notebook, in the notebook's folder."""
+    """A Python block runs alone and unchanged, and prints what the page says unless a model of the stage stands for
+    another one; so does the code of a notebook, in the notebook's folder.
+    """
     for text, package in OPTIONAL.items():
         if text in block.text:
             pytest.importorskip(package)
     if "torch.cuda" in block.text and not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
     folder = workplace / "examples" if block.page.suffix == ".ipynb" else workplace
-    run([sys.executable, "-c", block.text], folder, 250)
+    printed = run([sys.executable, "-c", block.text], folder, 250)
+    if not re.search(r"HuggingFaceTB/|runs/", block.text):
+        assert block.printed in printed
 
 
 def test_the_address_stands_in_one_place():
