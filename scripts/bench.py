@@ -7,8 +7,7 @@
     python -m scripts.bench gpu --output runs/gpu.jsonl
 
 `models` has tokens per second of reading and of training, and the peak memory of training, by length; what needs more
-memory than a GPU has is a row without figures. Its program "step" is a whole call as one CUDA graph, "compiled" takes
-Titans' `compile_memory()`. `decode` has the time of one more token and the size of the cache, by
+memory than a GPU has is a row without figures. `decode` has the time of one more token and the size of the cache, by
 context. Titans read all of the context; the others read its first 256 tokens, and layers with full attention get these
 keys and values repeated, because the cost of a step depends on their number alone. `memory` has the layer of a memory
 alone. `remember` has a random model of another kind, with full attention and with the memory of `remember`: the rate of
@@ -42,7 +41,6 @@ from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.markdown_tables import markdown_table
-from titans_hf.memory_graphs import RECORDINGS
 from titans_hf_console import HelpFormatter
 
 NAMES = (*VARIANTS, "llama", "mistral", "mamba2", "qwen3-next", "olmo-hybrid", "gated-deltanet")
@@ -126,16 +124,12 @@ def models(args: argparse.Namespace) -> Iterator[dict]:
     """Times every model at every length; yields a row of each."""
     for name in args.models:
         model = build(name, args)
-        if args.program == "compiled":
-            model.compile_memory()
         for length in args.lengths:
             ids, tokens = draw_tokens(model, length, args.batch_size), args.batch_size * length
             row = {"model": name, "tokens": length, "parameters": model.num_parameters()}
-            row |= {"program": args.program, "batch": args.batch_size}
+            row |= {"batch": args.batch_size}
             for what, run in (("read", forward), ("train", train)):
                 run_once = partial(run, model, ids)
-                if args.program == "step" and args.device.type in RECORDINGS:  # on a CPU nothing is recorded
-                    run_once = RECORDINGS[args.device.type](run_once, args.device).replay
                 least = unless_out_of_memory(partial(least_seconds, run_once, args.device, args.repeats))
                 row[f"{what} tokens/s"] = least and tokens / least
             peak = unless_out_of_memory(partial(peak_bytes, partial(train, model, ids), args.device))
@@ -262,8 +256,6 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("--repeats", type=int, default=5, help="times that each is measured")
         else:
             command.add_argument("--steps", type=int, default=20)
-        if benchmark is models:
-            command.add_argument("--program", choices=("plain", "step", "compiled"), default="plain")
         if benchmark is decode:
             command.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536])
             command.add_argument("--compile", action="store_true", help="compile the models by torch.compile")

@@ -19,40 +19,36 @@ from eval.common.records import append_record, describe_commit
 
 TESTS = "-m gpu -rs -s --noconftest -p no:cacheprovider tests/model/test_gpu.py"
 MEMORY = "memory --heads 16 --batch_size 4 --repeats 3 --dtype bfloat16 --lengths 4096 32768"
-MODELS = "models --repeats 4 --dtype bfloat16 --size 170m --lengths 2048 8192"  # at the third time all is recorded
-TITANS = f"{MODELS} --models mag lmm"
+MODELS = "models --repeats 3 --dtype bfloat16 --size 170m --lengths 2048"
+TITANS = f"{MODELS} --models mag"
 DECODE = "decode --dtype bfloat16 --size 170m --contexts 1024 4096 16384"
 REMEMBER = "remember --dtype bfloat16 --contexts 4096 32768 131072 --tokens 2048 --pieces 64 1024 --models"
-DELTA = "--set memory_form=delta"
+DELTA, PLAIN = "--set memory_form=delta", "--set memory_kernel=torch"
+LONG = "--lengths 32768"
 PARTS = {
     "test-gpu": "",
-    "models-llama": f"{MODELS} --models llama",
-    "models-plain": f"{TITANS} --set memory_kernel=torch",
-    "models-graphs": TITANS,
-    "models-step": f"{TITANS} --program step",
-    "models-llama-rows": f"{MODELS} --models llama --batch_size 8",
-    "models-graphs-rows": f"{TITANS} --batch_size 8",
-    "models-step-rows": f"{TITANS} --batch_size 8 --program step",
-    "models-compiled": f"{TITANS} --program compiled",
-    "decode": f"{DECODE} --models llama mag lmm",
-    "memory-torch": f"{MEMORY} --program torch",
-    "memory-graphs": f"{MEMORY} --program graphs",
-    "memory-compiled": f"{MEMORY} --program compiled",
-    "memory-delta-graphs": f"{MEMORY} --program graphs {DELTA}",
-    "memory-delta-fla": f"{MEMORY} --program fla {DELTA}",
+    "memory-plain": f"{MEMORY} --program torch",
+    "memory-dplr": f"{MEMORY} --program auto",
+    "memory-delta-plain": f"{MEMORY} --program torch {DELTA}",
+    "memory-gated-delta": f"{MEMORY} --program auto {DELTA}",
     "memory-gated-deltanet": f"{MEMORY} --program gated-deltanet",
-    "models-delta-fla": f"{TITANS} {DELTA} memory_kernel=fla",
-    "models-gated-deltanet": f"{MODELS} --models gated-deltanet",
+    "models-llama": f"{MODELS} --models llama --batch_size 8",
+    "models-plain": f"{TITANS} {PLAIN} --batch_size 8",
+    "models-dplr": f"{TITANS} --batch_size 8",
+    "models-gated-delta": f"{TITANS} {DELTA} --batch_size 8",
+    "models-llama-long": f"{MODELS} --models llama {LONG}",
+    "models-plain-long": f"{TITANS} {PLAIN} {LONG}",
+    "models-dplr-long": f"{TITANS} {LONG}",
+    "models-gated-delta-long": f"{TITANS} {DELTA} {LONG}",
+    "models-paper": f"{TITANS} --set memory_form=paper",
+    "decode": f"{DECODE} --models llama mag lmm",
     "remember-llama": f"{REMEMBER} llama",
-    "remember-llama-rows": f"{REMEMBER} llama --contexts 4096 --batch_size 16",
-    "remember-qwen3": f"{REMEMBER} qwen3",
-    "decode-delta": f"{DECODE} --models mag lmm {DELTA}",
 }
 __doc__ += "\n".join(PARTS)
 # A later option replaces an earlier one: short texts, and the smallest of all for a CPU.
 SHORT = {
     "memory": "--lengths 1024 --repeats 1",
-    "models": "--lengths 512 --repeats 4",
+    "models": "--lengths 512 --repeats 1",
     "decode": "--contexts 256 --steps 1",
     "remember": "--contexts 256 --tokens 128 --pieces 64 --window 64 --steps 1 --batch_size 1",
 }

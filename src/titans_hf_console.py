@@ -76,7 +76,6 @@ class RunArguments:
         "reason to recall (docs/train.md); 0 for none.",
         0.0,
     )
-    cuda_graph: bool = option("Record a step of one CUDA GPU, and start it at once (docs/train.md).", False)
     max_minutes: float | None = option(
         "Stop, evaluate and save after this time. The learning rate's schedule does not change; the card says so.", None
     )

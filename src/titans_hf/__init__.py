@@ -17,10 +17,9 @@ from transformers import (
 
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
-from .memory_network import UpdateRule
-from .memory_ops import memorize
-from .memory_reference import memorize_reference
-from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
+from .memory_deep import deep_rule
+from .memory_rule import delta_rule
+from .memory_state import MemoryState
 from .modeling_titans import (
     TitansForCausalLM,
     TitansForQuestionAnswering,
@@ -49,9 +48,7 @@ AutoModelForTimeSeriesPrediction.register(TitansTimeSeriesConfig, TitansForTimeS
 
 __version__ = "0.1.0"
 __all__ = [
-    "MemorizeOutput",
     "MemoryCache",
-    "MemoryInputs",
     "MemoryState",
     "NeuralMemory",
     "TitansCache",
@@ -64,11 +61,10 @@ __all__ = [
     "TitansModel",
     "TitansPreTrainedModel",
     "TitansTimeSeriesConfig",
-    "UpdateRule",
+    "deep_rule",
+    "delta_rule",
     "fit_memory",
     "forget",
-    "memorize",
-    "memorize_reference",
     "remember",
     "remembering",
     "save_adapter",

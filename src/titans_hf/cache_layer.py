@@ -16,6 +16,8 @@ from transformers.cache_utils import CacheLayerMixin
 from .memory_state import MemoryState, map_tensors, named_tensors, shapes_of, where_rows
 from .token_grid import Columns, pad_before
 
+LEARNED = ("weights", "momentum", "anchor")  # the parts of a `MemoryState` that change while reading
+
 
 @dataclass
 class KeyValueCache:
@@ -94,11 +96,9 @@ class LayerState:
         def interpolate(ours: Tensor, theirs: Tensor) -> Tensor:
             return torch.lerp(ours, theirs.to(ours).expand_as(ours), weight)
 
-        num_seen = self.memory.num_seen
-        memory = replace(self.memory, num_seen=None).map(interpolate, replace(other.memory, num_seen=None))
+        parts = {x: map_tensors(interpolate, getattr(self.memory, x), getattr(other.memory, x)) for x in LEARNED}
         segment_weights = map_tensors(interpolate, self.segment_weights, other.segment_weights)
-        memory = replace(memory, num_seen=num_seen)
-        return replace(self, memory=memory, segment_weights=segment_weights)
+        return replace(self, memory=replace(self.memory, **parts), segment_weights=segment_weights)
 
 
 @dataclass

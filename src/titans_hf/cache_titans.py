@@ -75,7 +75,7 @@ class TitansCache(Cache):
         return None if state is None else state.memory.num_seen
 
     def memory_weights(self, layer: int) -> tuple[Tensor, ...]:
-        """Returns the weights of the memory in a layer: (B, H, d_in, d_out) for each layer of the memory's network.
+        """Returns the weights of the memory in a layer: (B, H, d_in, d_out) of each layer of its network that learns.
 
         Empty before the first token. Reading on replaces the tensors: returned tensors do not change. Columns kept by
         crop() count once they have been read again. A row that has been reset has zeros until its next token.

@@ -38,19 +38,19 @@ WITH_ATTENTION = ("mac", "mag", "mal")
 WITH_WINDOW = ("mag", "mal")
 # The defaults that `memory_form` sets.
 FORMS = {
-    "memory_depth": {"titans": 2, "delta": 1, "paper": 2},
-    "memory_expansion": {"titans": 1, "delta": 2, "paper": 4},
-    "memory_network": {"titans": "mlp", "delta": "mlp", "paper": "residual"},
-    "memory_gates": {"titans": "head", "delta": "head", "paper": "layer"},
-    "memory_chunk_size": {"titans": 64, "delta": 64, "paper": 16},
-    "memory_update_rule": {"titans": "delta", "delta": "delta", "paper": "chunk"},
-    "memory_recurrence": {"titans": "stable", "delta": "stable", "paper": "paper"},
-    "memory_momentum": {"titans": True, "delta": False, "paper": True},
-    "memory_conv_noise": {"titans": 0.7, "delta": 0.7, "paper": 1.0},
-    "memory_output_norm": {"titans": "clip", "delta": "clip", "paper": "rms"},
-    "memory_residual": {"titans": True, "delta": True, "paper": False},
-    "memory_error_clip": {"titans": 1.0, "delta": 1.0, "paper": None},
+    "memory_depth": {"titans": 2, "paper": 2},
+    "memory_expansion": {"titans": 1, "paper": 4},
+    "memory_network": {"titans": "mlp", "paper": "residual"},
+    "memory_chunk_size": {"titans": 64, "paper": 16},
+    "memory_update_rule": {"titans": "delta", "paper": "chunk"},
+    "memory_recurrence": {"titans": "stable", "paper": "paper"},
+    "memory_momentum": {"titans": True, "paper": True},
+    "memory_conv_noise": {"titans": 0.7, "paper": 1.0},
+    "memory_output_norm": {"titans": "clip", "paper": "rms"},
+    "memory_residual": {"titans": True, "paper": False},
 }
+for name, row in FORMS.items():  # "delta" is "titans" with a memory of one layer and no momentum
+    row["delta"] = {"memory_depth": 1, "memory_momentum": False}.get(name, row["titans"])
 
 
 def setting(
@@ -119,36 +119,38 @@ class TitansConfig(PreTrainedConfig):
         > Memory
 
         memory_form (`str`, defaults to `"titans"`):
-            Sets the defaults below. `"titans"`: a memory of two layers with momentum and stabilisers, whose last layer
-            learns by the delta rule. `"delta"`: a faster one: a linear memory without momentum, by the delta rule, with
-            the same stabilisers. `"paper"`: the paper's second version, literally.
-        memory_depth (`int`, by form): Layers of the memory network (L_M); 1 is a linear memory.
+            Sets the defaults below. `"titans"`: a matrix of learned features that learns by the delta rule with
+            momentum, and stabilisers. `"delta"`: the same without features and without momentum. `"paper"`: the paper's
+            second version, literally.
+        memory_depth (`int`, by form):
+            Layers of the memory network (L_M). With the delta rule, only the last layer learns while reading, and the
+            layers before it make features, which are trained as all weights are; 1 is a memory without features.
         memory_expansion (`int`, by form):
-            Width of the network's hidden layers, in multiples of a memory head's size. No effect on a linear memory.
+            Width of the network's hidden layers, in multiples of a memory head's size. No effect with one layer.
         memory_network (`str`, by form):
-            Form of the network M: `"mlp"` linear layers with SiLU between them (the paper's first version),
-            `"residual"` M(x) = x + LN(W_L gelu(... gelu(W_1 x))) (its second). `"residual"` has a slower backward and
-            needs `memory_update_rule="chunk"`.
-        memory_gates (`str`, by form):
-            One theta, eta and alpha per token for each head, or for each layer of a head's network. `"layer"` has a
-            slower backward.
+            Form of the network M: `"mlp"`, linear layers with the activation between them (the paper's first version),
+            `"residual"`, M(x) = x + LN(of that) (its second). `"residual"` needs `memory_update_rule="chunk"`.
+        memory_activation (`str`, defaults to `"silu"`, with `memory_network="residual"` to `"gelu"`):
+            `"silu"`, `"gelu"`, `"relu"` or `"identity"`, after each hidden layer. With the delta rule also `"product"`:
+            a hidden layer's two halves are multiplied and the result has length 1.
+        memory_loss (`str`, *optional*):
+            Inner loss of `memory_update_rule="chunk"`. `"l2"`: |M(k) - v|^2 (eq. 12), the default with
+            `memory_recurrence="paper"`. `"huber"`, otherwise the default: linear for errors above |v|, and the
+            gradient of a layer is clipped at 4 |v|. The delta rule has `"l2"`.
         memory_num_heads (`int`, *optional*):
             Independent memories per layer, of `hidden_size // memory_num_heads` entries each. Default:
             `num_attention_heads`.
         memory_chunk_size (`int`, by form):
-            Tokens whose gradients are taken at the same weights (section 3.2).
+            Tokens of a chunk (section 3.2). With `memory_update_rule="chunk"`, their gradients are taken at the same
+            weights. With the delta rule, they are computed together, and the results do not depend on it.
         memory_update_rule (`str`, by form; `"chunk"` with `memory_network="residual"`):
-            Weights at which the error of the last layer is taken. `"chunk"`: the weights at the chunk's start (eq. 16).
-            `"delta"`: the weights before each token (eq. 10), exactly, so that one write can replace the value that a
-            key retrieves.
+            `"delta"`: the last layer learns, with the error at the weights before each token (eq. 10), exactly, so that
+            one write can replace the value that a key retrieves. `"chunk"`: all layers learn, with the gradient at the
+            weights of the chunk's start (eq. 16).
         memory_max_lr (`float`, *optional*):
             Largest step size (theta, eq. 10); 0 turns the memory off. Default: 1/2 with the delta
             rule, otherwise 1 / b in chunks of b tokens, and 2 / (L b) from L = 3 layers on. A larger value warns: with
             repeated keys updates overshoot, and rounding errors and gradients grow exponentially.
-        memory_hidden_step (`float`, *optional*):
-            Steps of hidden layers with the delta rule, in units of theta. Default: 1 / (2 b), 1/128 at most. With 0
-            only the last layer learns at test time, and its inputs are learned features: it costs what a linear memory
-            costs, and has fla's kernel where there is no momentum.
         memory_recurrence (`str`, by form):
             `"paper"`: eq. 10-14 as stated. `"stable"`: forgetting leads back to the learned initial weights instead of
             0, where a network of several layers has no gradient; theta is multiplied by 1 - eta, so that a gradient's
@@ -157,7 +159,8 @@ class TitansConfig(PreTrainedConfig):
         memory_momentum (`bool`, by form; `True` with `memory_update_rule="chunk"`):
             Momentum of the update (eta, eq. 10). With the delta rule, eta is at most 1/3: above it, bursts of one key
             can make the memory grow exponentially.
-        memory_forget (`bool`, defaults to `True`): Decay of the memory (alpha, eq. 13).
+        memory_forget (`bool`, defaults to `True`):
+            Decay of the memory (alpha, eq. 13). With the delta rule, alpha is at most 0.6.
         memory_start (`str`, defaults to `"random"`):
             Initial weights of a new memory. `"recall"`: W_q = W_k and W_o = 3 W_v^T, so that an untrained memory finds
             the token that it stored for a query and its output points at this token's embedding. Also sets the defaults
@@ -174,16 +177,12 @@ class TitansConfig(PreTrainedConfig):
         memory_residual (`bool`, by form):
             Adds the memory's output m to attention's y in MAG, MAL and MAC: `y * sigmoid(norm(m)) + m` instead of eq.
             28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of `norm(m)`.
-        memory_error_clip (`float` or `None`, defaults to `"form"`: by form):
-            Clips errors |M(k) - v| at this multiple of |v|. `None`: no clip, the paper's squared error. The last
-            layer's errors are never clipped with the delta rule.
+        memory_recompute (`bool`, defaults to `False`):
+            Computes each piece of the memory's update again in the backward: less memory and more time in training.
         memory_kernel (`str`, defaults to `"auto"`):
-            The program that updates the memory. `"torch"`: plain PyTorch. `"fla"`: the kernel `chunk_comba` of flash-
-            linear-attention (`pip install -e ".[gpu]"`), for several tokens and a linear memory with the delta rule and
-            without momentum, with heads of at most 256. It needs CUDA and float32, and raises an error elsewhere.
-            `"auto"`: fla's where possible, PyTorch elsewhere, in compiled models too; on CUDA the kernels of several
-            chunks are then started at once, as a CUDA graph, which holds some memory and gives the same results.
-            PyTorch computes single tokens and calls with `output_surprise`.
+            The program of the delta rule. `"torch"`: plain PyTorch. `"auto"`: on CUDA, where flash-linear-attention is
+            installed (`pip install "titans_hf[gpu]"`), its kernels for several tokens in float32, keys of at most 256
+            features (128 with momentum) and calls without `output_surprise`; PyTorch elsewhere and in compiled models.
 
         > Defaults by form
 
@@ -239,7 +238,9 @@ class TitansConfig(PreTrainedConfig):
     memory_depth: int | None = setting(None, at_least=1, state="shape", card="depth of the memory")
     memory_expansion: int | None = setting(None, at_least=1, state="shape", card="expansion of the memory")
     memory_network: Literal["mlp", "residual"] | None = setting(None, state="shape")
-    memory_gates: Literal["head", "layer"] | None = setting(None)
+    memory_activation: Literal["silu", "gelu", "relu", "identity", "product"] | None = setting(
+        None, derived=lambda config: "gelu" if config.memory_network == "residual" else "silu"
+    )
     memory_num_heads: int | None = setting(
         None, at_least=1, derived=lambda config: config.num_attention_heads, state="shape", card="memory heads"
     )
@@ -250,8 +251,10 @@ class TitansConfig(PreTrainedConfig):
         state="shape",
     )
     memory_max_lr: int | float | None = setting(None, at_least=0, derived=lambda config: config.max_stable_lr)
-    memory_hidden_step: int | float | None = setting(None, at_least=0, at_most=1)
     memory_recurrence: Literal["stable", "paper"] | None = setting(None)
+    memory_loss: Literal["l2", "huber"] | None = setting(
+        None, derived=lambda config: "huber" if config.is_deep and config.memory_recurrence == "stable" else "l2"
+    )
     memory_momentum: bool | None = setting(
         None,
         derived=lambda config: config.memory_update_rule == "chunk" or config.of_form("memory_momentum"),
@@ -271,8 +274,8 @@ class TitansConfig(PreTrainedConfig):
     )
     memory_output_norm: Literal["rms", "clip"] | None = setting(None)
     memory_residual: bool | None = setting(None, variants=WITH_ATTENTION)
-    memory_error_clip: int | float | Literal["form"] | None = setting("form", above=0)
-    memory_kernel: Literal["auto", "torch", "fla"] = setting("auto", state="none")
+    memory_recompute: bool = setting(False, state="none")
+    memory_kernel: Literal["auto", "torch"] = setting("auto", state="none")
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
@@ -288,6 +291,7 @@ class TitansConfig(PreTrainedConfig):
                 "the fields to change."
             )
         given = {name: kwargs.pop(name) for name in [*kwargs] if name.startswith(PREFIX)}
+        config_dict = _without_former_fields(config_dict, given)
         for name in [name for name in config_dict if name.startswith(PREFIX) and name not in field_facts(cls)]:
             logger.warning_once(f"`{name}` in a saved config has no effect: this titans_hf has no such field.")
             config_dict = {x: value for x, value in config_dict.items() if x != name}
@@ -352,9 +356,19 @@ class TitansConfig(PreTrainedConfig):
         """Largest step with which repeated keys never overshoot: with the delta rule 1/2, otherwise 1 / b, or
         2 / (L b) with L > 2 layers, in chunks of b tokens.
         """
-        if self.memory_update_rule == "delta":
+        if not self.is_deep:
             return 0.5
         return min(1, 2 / self.memory_depth) / self.memory_chunk_size
+
+    @property
+    def is_deep(self) -> bool:
+        """True if all layers of the memory network learn while reading, False if only the last one does."""
+        return self.memory_update_rule == "chunk"
+
+    @property
+    def memory_gates_per_head(self) -> int:
+        """Number of gates theta, eta and alpha of a memory head: one, in the paper's recurrence one for each layer."""
+        return self.memory_depth if self.is_deep and self.memory_recurrence == "paper" else 1
 
     @property
     def memory_head_dim(self) -> int:
@@ -368,8 +382,17 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def grid_size(self) -> int:
-        """Number of tokens between two boundaries of chunks (in MAC: of segments) of a row."""
-        return self.segment_length if self.variant == "mac" else self.memory_chunk_size
+        """Number of tokens between two places of a row where its slots may begin: in MAC a segment, else
+        `memory_grid_size`.
+        """
+        return self.segment_length if self.variant == "mac" else self.memory_grid_size
+
+    @property
+    def memory_grid_size(self) -> int:
+        """Number of tokens between two places where the memory's slots may begin: a chunk whose gradients are taken at
+        the same weights; with the delta rule, which has no such weights, a token.
+        """
+        return self.memory_chunk_size if self.is_deep else 1
 
     @property
     def kv_cache_length(self) -> int:
@@ -415,11 +438,10 @@ class TitansConfig(PreTrainedConfig):
                 "`memory_update_rule` must be 'chunk' with `memory_network='residual'`, but is 'delta': the errors are "
                 "not linear in the last layer's weights."
             )
-        if self.memory_hidden_step is not None and self.memory_update_rule != "delta":
-            raise ValueError(
-                "`memory_hidden_step` must be None with `memory_update_rule='chunk'`, whose layers all take the same "
-                f"step, but is {self.memory_hidden_step}."
-            )
+        only_with = {"memory_loss": ("huber", "chunk"), "memory_activation": ("product", "delta")}
+        for name, (value, rule) in only_with.items():
+            if getattr(self, name) == value and self.memory_update_rule != rule:
+                raise ValueError(f"`{name}={value!r}` needs `memory_update_rule={rule!r}`, but the rule is another.")
         check_multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
         if self.variant == "lmm":
             return
@@ -438,6 +460,36 @@ class TitansConfig(PreTrainedConfig):
                 "`rope_parameters['partial_rotary_factor']` must be between 0 and 1 and make an even share of "
                 f"`head_dim` ({self.head_dim}), but is {self.rope_parameters['partial_rotary_factor']}."
             )
+
+
+def _without_former_fields(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Returns a saved config without the fields of former versions; removes `memory_hidden_step` from `given`.
+
+    Raises ValueError for a memory that this version would read otherwise, with the way to convert it if there is one.
+    """
+    fixed, rule = given.pop("memory_hidden_step", None) == 0, saved.get("memory_update_rule")
+    learns = rule == "delta" and saved.get("memory_depth", 1) > 1 and saved.get("memory_hidden_step", 0) != 0
+    if learns and not fixed:  # they moved by less than 1 % while reading
+        raise ValueError(
+            "This checkpoint's memory has hidden layers that learn while reading, which this version of titans_hf does "
+            "not have. Load it with `memory_hidden_step=0`, which fixes them as they were trained, and save it again."
+        )
+    is_paper = saved.get("memory_recurrence") == "paper"
+    if rule == "chunk" and saved.get("memory_gates", "layer" if is_paper else "head") != (
+        "layer" if is_paper else "head"
+    ):
+        raise ValueError(
+            f"`memory_gates={saved['memory_gates']!r}` is a form of the memory that titans_hf no longer has."
+        )
+    if rule == "chunk" and (clip := saved.get("memory_error_clip", 1.0)) not in (None, 1.0):
+        raise ValueError(
+            f"`memory_error_clip` must be None or 1.0 in a saved config, but is {clip}: clips are |v| now."
+        )
+    if rule == "chunk" and "memory_error_clip" in saved:
+        given.setdefault("memory_loss", "l2" if saved["memory_error_clip"] is None else "huber")
+    former = {"memory_hidden_step", "memory_gates", "memory_error_clip"}
+    former |= {"memory_kernel"} if saved.get("memory_kernel") == "fla" else set()
+    return {name: x for name, x in saved.items() if name not in former}
 
 
 def _check_names(kwargs: Mapping[str, Any], names: Iterable[str]) -> None:

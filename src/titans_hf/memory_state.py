@@ -1,6 +1,6 @@
-"""The state of a neural memory, the inputs of its update, and the result of an update.
+"""The state of a neural memory and the gates of its update.
 
-States and inputs are trees of tensors: dataclasses and tuples of tensors, of None and of further trees. `map_tensors`,
+States are trees of tensors: dataclasses and tuples of tensors, of None and of further trees. `map_tensors`,
 `named_tensors` and `with_tensors` walk any of them.
 """
 
@@ -51,22 +51,20 @@ def with_tensors(tree: Any, tensors: Iterable[Tensor]) -> Any:
 
 @dataclass
 class MemoryState:
-    """The memory of every batch row and head; tuples hold one tensor per layer of the memory network.
+    """What learns in the memory of every batch row and head.
 
-    weights (M), momentum (S; empty without momentum), anchor (the weights at the start of the current chunk, where
-    gradients are taken, eq. 16; empty where `UpdateRule.needs_anchor` is False): (B, H, d_in, d_out) in float32
-    (float64 in a float64 model).
+    weights (M), momentum (S; empty without momentum), anchor (with the deep rule the weights at the start of the
+    current chunk, where gradients are taken, eq. 16; else empty): tuples with one tensor (B, H, d_in, d_out) for each
+    layer that learns, in float32 (float64 in a float64 model). With the delta rule only the last layer learns.
     num_seen: (B,) int64, tokens read by each row, padding excluded.
 
-    Inside the scan over chunks, batch and heads are one dimension, (N, d_in, d_out), and `num_seen` is None. Gradients
-    with respect to a state have the same form. Never changed in place; not frozen, because Transformers' exporters set
-    the fields of a copy.
+    Never changed in place; not frozen, because Transformers' exporters set the fields of a copy.
     """
 
     weights: tuple[Tensor, ...]
     momentum: tuple[Tensor, ...]
     anchor: tuple[Tensor, ...]
-    num_seen: Tensor | None = None
+    num_seen: Tensor
 
     __repr__ = shapes_of
 
@@ -95,34 +93,6 @@ class MemoryState:
         return MemoryState(self.weights, self.momentum, anchor, torch.zeros_like(self.num_seen))
 
 
-class MemoryInputs(NamedTuple):
-    """The inputs of the memory's update for T tokens (of a call, or of one chunk), in the state's dtype; or the
-    gradients with respect to them.
-
-    queries, keys, values: (B, H, T, D). inner_lr (theta), log_momentum_decay (log eta), log_retain (log(1 - alpha)):
-    (B, H, T), or (B, H, T, L) with separate gates for each layer of the memory network; -inf is the logarithm of 0.
-    log_momentum_decay is None without momentum.
-    filled: (B, H, T) bool, False at slots without a token; None if every slot holds one.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    inner_lr: Tensor
-    log_momentum_decay: Tensor | None
-    log_retain: Tensor
-    filled: Tensor | None = None
-
-    @property
-    def has_gates_per_layer(self) -> bool:
-        """True if the gates have a dimension for the layers of the memory network."""
-        return self.inner_lr.dim() == self.keys.dim()
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "MemoryInputs":
-        """Applies `fn` to every tensor."""
-        return map_tensors(fn, self)
-
-
 class Gates(NamedTuple):
     """theta, log eta (None without momentum) and log(1 - alpha) of each token, or the gradients with respect to them:
     (B, H, T), or (B, H, T, layers).
@@ -134,16 +104,6 @@ class Gates(NamedTuple):
 
 
 Update = tuple[Tensor | None, Gates]  # of one memory: surprise (None if not asked for) and gates of a grid's tokens
-
-
-class MemorizeOutput(NamedTuple):
-    """The result of an update of the memory: retrieved (B, H, T, D) in the state's dtype; surprise (B, H, T), the norm
-    of each token's gradient, detached, None if a call does not need it; and the state after the last token.
-    """
-
-    retrieved: Tensor
-    surprise: Tensor | None
-    state: MemoryState
 
 
 def where_rows(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:

@@ -25,12 +25,12 @@ class LayerSurprise:
     """The update that each token causes in one memory: the surprise and the gates theta, eta and alpha, (B, H, T)
     each, persistent tokens excluded.
 
-    The properties are computed when they are read; they carry no gradient and are 0 at padding. With
-    `memory_gates="layer"`, a gate is the mean over the layers of the network.
+    The properties are computed when they are read; they carry no gradient and are 0 at padding. Where the layers of a
+    network have gates of their own (`memory_form="paper"`), a gate is the mean over the layers.
 
     parts: for each call, its updates (in MAC one per segment, in order) and its grid. An update is the surprise and the
-        gates of the tokens on the grid's slots, (R, H, G) each. With `memory_gates="layer"` gates are (R, H, G,
-        layers). The surprise may be None if the grid does not ask for it.
+        gates of the tokens on the grid's slots, (R, H, G) each, or (R, H, G, layers) where layers have gates of their
+        own. The surprise is None if the grid does not ask for it.
     """
 
     parts: tuple[tuple[Sequence[Update], TokenGrid], ...]
@@ -284,7 +284,7 @@ class MACMixer(TitansMixer):
         """True if the state needs a copy of the weights at the segment's start: in a segment of one chunk, the memory's
         anchor, if it has one, is that copy.
         """
-        return self.config.segment_length != self.config.memory_chunk_size or not self.memory.has_anchor
+        return self.config.segment_length != self.config.memory_chunk_size or not self.memory.is_deep
 
     def mix(self, hidden_states, state, grid, **kwargs):
         """Mixes segment after segment. Parts that need no memory are computed for all segments at once, in fewer and
@@ -296,7 +296,7 @@ class MACMixer(TitansMixer):
         else:
             segment_slots = torch.arange(grid.num_slots, device=hidden_states.device)[None] % length
         queries, projected = self.recall.queries(hidden_states), self.attention.project(hidden_states, segment_slots)
-        decay_target = self.memory.decay_target(state.memory, grid)
+        initial = self.memory.initial_weights(state.memory.weights[0].dtype)
         segments = zip(
             hidden_states.split(length, dim=1),
             queries.split(length, dim=1),
@@ -308,12 +308,12 @@ class MACMixer(TitansMixer):
         results = []
         for segment, queries, projected, part in segments:
             weights = self._segment_weights(state, part, slots)
-            h = self.recall(queries, weights)  # h_t = M*_{t-1}(q_t): eq. 21
+            h = self.recall(queries, self.memory, weights, initial)  # h_t = M*_{t-1}(q_t): eq. 21
             # on [P | h | S]: eq. 22-23
             attended, maps, cache = self.attention(projected, h, state.kv_cache, slots, part.filled, **kwargs)
             y = segment + attended  # y_t: eq. 23, with the residual connection
             before = (state.memory, state.conv_state)
-            output, *after, update = self.memory.update(y, *before, part, decay_target, projects=False)  # M_t: eq. 24
+            output, *after, update = self.memory.update(y, *before, part, initial, projects=False)  # M_t: eq. 24
             kept = weights if self.keeps_segment_weights else ()
             state = LayerState(*after, cache, kept)
             results.append((attended, output, maps, update))

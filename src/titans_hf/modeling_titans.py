@@ -34,7 +34,6 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .cache_titans import TitansCache, check_cache_class, undone_on_error
 from .configuration_titans import TitansConfig, check_config
 from .generation_titans import TitansGenerationMixin
-from .memory_ops import compile_chunks
 from .mixers_titans import LayerSurprise, TitansMixer, make_mixer
 from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TitansRMSNorm, TokenGate
 from .token_grid import TokenLayout, check_inputs
@@ -130,17 +129,6 @@ class TitansPreTrainedModel(PreTrainedModel):
         "attentions": OutputRecorder(TitansMixer, index=1),
         "surprise": OutputRecorder(TitansMixer, index=2),
     }
-
-    def compile_memory(self, **options) -> None:
-        """Compiles the memory's update, forward and backward, with four full chunks and with one, at its next use: for
-        all Titans models of the process and any sequence length, once per chunk size and product of rows and heads. It
-        has no effect in training with `memory_network="residual"` or `memory_gates="layer"`, whose backward is
-        autograd's.
-
-        `torch.compile(model)` compiles the whole model, but again for each sequence length, because the loop over
-        chunks is unrolled. `options` are arguments of torch.compile.
-        """
-        compile_chunks(**options)
 
     @property
     def memory_learning(self) -> bool:

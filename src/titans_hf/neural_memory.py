@@ -5,6 +5,7 @@ Shapes: B batch, H heads, T tokens, D head size of the memory.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,10 @@ from transformers.utils.generic import maybe_autocast
 
 from .cache_layer import LayerState
 from .configuration_titans import TitansConfig
-from .memory_network import UpdateRule, layer_shapes, read
-from .memory_ops import memorize_on_grid
-from .memory_state import Gates, MemoryInputs, MemoryState, Update, zero_of
+from .memory_deep import LOSSES, Loss, Network, clip, deep_rule, gradient_factors, gradient_norm, make_network, read
+from .memory_kernels import choose_rule
+from .memory_rule import delta_rule, error_of, features
+from .memory_state import Gates, MemoryState, Update, where_rows, zero_of
 from .token_grid import TokenGrid
 
 # Added to squared norms that may be 0: a new memory outputs 0, and the key of a sequence's first token is 0 in a new
@@ -29,9 +31,10 @@ OUTPUT_SCALE = 0.1
 # Limit of eta, the decay of the momentum, with the delta rule: above it, bursts of one key can make a memory grow
 # exponentially.
 LARGEST_ETA_OF_DELTA_RULE = 1 / 3
-# Limit of the steps of hidden layers with the delta rule, in units of theta: in small chunks, larger steps change the
-# last layer's inputs, with which its values were stored.
-LARGEST_HIDDEN_STEP = 1 / 128
+# Limits of the gates with the delta rule, by which the published kernels compute the same rule (`memory_kernels`): eta
+# below 1 - alpha, and no logarithm below -5. Forgetting everything takes a few tokens.
+LARGEST_ALPHA_OF_DELTA_RULE = 0.6
+SMALLEST_LOG_ETA = -5.0
 # W_o / W_v^T at the start of a memory that recalls: with less, what is retrieved hardly changes the logits.
 RECALL_SCALE = 3.0
 
@@ -162,6 +165,18 @@ def is_updated(config: TitansConfig, grid: TokenGrid) -> bool:
     return grid.learns and config.memory_max_lr > 0
 
 
+def layer_shapes(config: TitansConfig) -> list[tuple[int, int]]:
+    """Returns (d_in, d_out) of each layer of the memory network: D -> F -> ... -> F -> D, F = `memory_expansion` D.
+
+    A hidden layer of products has 2 F outputs, which become F features.
+    """
+    size = config.memory_head_dim
+    sizes = [size, *[config.memory_expansion * size] * (config.memory_depth - 1), size]
+    outputs = 2 if config.memory_activation == "product" else 1
+    shapes = [(d_in, d_out * outputs) for d_in, d_out in pairwise(sizes)]
+    return [*shapes[:-1], tuple(sizes[-2:])]
+
+
 class NeuralMemory(nn.Module):
     """Projects tokens to keys, values and queries, learns key -> value at test time and returns the values that the
     queries retrieve.
@@ -179,13 +194,25 @@ class NeuralMemory(nn.Module):
         config: `hidden_size` and the fields whose names begin with `memory_`; use variant="lmm", for which
             attention fields are not validated.
         layer_idx: index of the decoder layer; None outside of a model.
+        network, loss: functions in the place of the config's `memory_network` and `memory_loss`, as the head of
+            `memory_deep` describes them; they need `memory_update_rule="chunk"`. `set_rule` sets them later.
+        shapes: (d_in, d_out) of each matrix of `network`; by default those of the config's network.
     """
 
-    def __init__(self, config: TitansConfig, layer_idx: int | None = None):
+    def __init__(
+        self,
+        config: TitansConfig,
+        layer_idx: int | None = None,
+        *,
+        network: Network | None = None,
+        loss: Loss | None = None,
+        shapes: list[tuple[int, int]] | None = None,
+    ):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.memory_head_dim
+        self.is_deep = config.memory_update_rule == "chunk"
         size, num_heads = config.hidden_size, config.memory_num_heads
         self.q_proj = nn.Linear(size, size, bias=False)
         self.k_proj = nn.Linear(size, size, bias=False)
@@ -193,23 +220,42 @@ class NeuralMemory(nn.Module):
         # k_conv starts as a one-token delay: x_t is stored under the key of x_{t-1} and retrieved by its query, so that
         # recall is learned sooner. Three convolutions, because one for q, k and v cannot be cut into heads.
         self.q_conv, self.k_conv, self.v_conv = (self._convolution(initial_delay) for initial_delay in (0, 1, 0))
-        num_gates = num_heads * (config.memory_depth if config.memory_gates == "layer" else 1)
+        num_gates = num_heads * config.memory_gates_per_head
         self.inner_lr = TokenGate(size, num_gates, initial_logit=0.0)  # theta
         self.momentum = TokenGate(size, num_gates, initial_logit=0.0) if config.memory_momentum else None  # eta
         self.forget = TokenGate(size, num_gates, config.memory_forget_bias) if config.memory_forget else None  # alpha
-        is_delta = config.memory_update_rule == "delta"
-        # A hidden layer's gradients of a chunk are taken at the same weights: the sum of larger steps overshoots.
-        largest = min(LARGEST_HIDDEN_STEP, 1 / (2 * config.memory_chunk_size))
-        hidden_step = largest if config.memory_hidden_step is None else config.memory_hidden_step
-        self.rule = UpdateRule(config.memory_error_clip, is_delta, config.memory_network, hidden_step)
-        shapes = layer_shapes(self.head_dim, config.memory_depth, config.memory_expansion)
         self.stable = config.memory_recurrence == "stable"
         starts_as_zero = self.stable and config.memory_network == "mlp"  # LN has too large a gradient at 0
-        self.initial_weights = InitialWeights(num_heads, shapes, starts_as_zero)
+        self.initial_weights = InitialWeights(num_heads, shapes or layer_shapes(config), starts_as_zero)
         self.norm = HeadNorm(self.head_dim, config.memory_output_norm == "clip")
         self.gate_proj = nn.Linear(size, size, bias=False)
         self.o_proj = OutputProjection(size, size, bias=False)
+        self.network, self.loss = None, None
+        if self.is_deep:
+            self.network = make_network(config.memory_network, config.memory_activation)
+            self.loss = LOSSES[config.memory_loss]
+        self.set_rule(network, loss)
         self.tie_projections()
+
+    def set_rule(self, network: Network | None = None, loss: Loss | None = None) -> None:
+        """Sets the network or the inner loss of the deep rule to functions of one's own (`memory_deep`).
+
+        Raises ValueError for a memory of the delta rule, which has neither.
+        """
+        if not self.is_deep and (network or loss):
+            name = "network" if network else "loss"
+            raise ValueError(f"`{name}` needs `memory_update_rule='chunk'`, but the config has 'delta'.")
+        self.network, self.loss = network or self.network, loss or self.loss
+
+    @property
+    def functions_of_its_own(self) -> list[str]:
+        """The names of "network" and "loss" that are functions which no config can name."""
+        config, own = self.config, []
+        if self.is_deep and self.network is not make_network(config.memory_network, config.memory_activation):
+            own.append("network")
+        if self.is_deep and self.loss is not LOSSES[config.memory_loss]:
+            own.append("loss")
+        return own
 
     @torch.no_grad()
     def tie_projections(self) -> None:
@@ -225,15 +271,13 @@ class NeuralMemory(nn.Module):
         return ChannelConv(self.config.hidden_size, kernel, initial_delay, self.config.memory_conv_noise)
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> MemoryState:
-        """Returns the learned state before the first token, in float32 at least whatever the dtype of the model."""
+        """Returns the learned state before the first token, in float32 at least whatever the dtype of the model: the
+        weights of all layers with the deep rule, of the last layer with the delta rule.
+        """
         dtype = torch.promote_types(dtype, torch.float32)
-        has_momentum = self.momentum is not None
-        return MemoryState.initial(self.initial_weights(dtype), batch_size, dtype, self.has_anchor, has_momentum)
-
-    @property
-    def has_anchor(self) -> bool:
-        """True if the state contains the weights at the start of the current chunk."""
-        return self.rule.needs_anchor(self.config.memory_depth)
+        weights = self.initial_weights(dtype)
+        weights = weights if self.is_deep else weights[-1:]
+        return MemoryState.initial(weights, batch_size, dtype, self.is_deep, self.momentum is not None)
 
     def initial_conv_state(self, state: MemoryState, dtype: torch.dtype) -> Tensor:
         """Returns the inputs of the convolutions before the first token, zeros: (B, kernel - 1, 3 * H * D)."""
@@ -256,16 +300,9 @@ class NeuralMemory(nn.Module):
         if state is None:
             memory = self.initial_state(len(hidden_states), hidden_states.dtype)
             state = LayerState(memory, self.initial_conv_state(memory, hidden_states.dtype))
-        grid = TokenGrid.build(state.memory.num_seen, hidden_states.shape[1], self.config.memory_chunk_size)
+        grid = TokenGrid.build(state.memory.num_seen, hidden_states.shape[1], self.config.memory_grid_size)
         output, *after, _ = self.update(grid.scatter(hidden_states), state.memory, state.conv_state, grid)
         return grid.gather(output), LayerState(*after)
-
-    def decay_target(self, state: MemoryState, grid: TokenGrid) -> tuple[Tensor, ...]:
-        """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty for 0 (eq.
-        13 as stated) and if nothing is forgotten. With 0, a network of several layers would lose its gradient.
-        """
-        forgets = self.forget is not None and is_updated(self.config, grid)
-        return tuple(self.initial_weights(state.weights[0].dtype)) if forgets and self.stable else ()
 
     def update(
         self,
@@ -273,27 +310,120 @@ class NeuralMemory(nn.Module):
         state: MemoryState,
         conv_state: Tensor,
         grid: TokenGrid,
-        decay_target: tuple[Tensor, ...] | None = None,
+        initial: list[Tensor] | None = None,
         projects: bool = True,
     ) -> tuple[Tensor, MemoryState, Tensor, Update]:
         """Updates the memory with hidden_states (R, G, hidden) on the slots of `grid` and reads it for each of them.
 
-        decay_target: a result of the method `decay_target`, which is called if it is None. projects: False to return
-        the retrieved values (B, H, T, D) in the state's dtype, to which `project_output` is to be applied. Returns the
-        output (R, G, hidden), the states of memory and convolutions after the last token, and the surprise and gates.
+        initial: the result of `initial_weights` in the state's dtype, which is called if it is None. projects: False to
+        return the retrieved values (B, H, T, D) in the state's dtype, to which `project_output` is to be applied.
+        Returns the output (R, G, hidden), the states of memory and convolutions after the last token, and the surprise
+        (None unless the grid asks for it) and the gates.
         """
-        decay_target = self.decay_target(state, grid) if decay_target is None else decay_target
-        projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)
         dtype, updates = state.weights[0].dtype, is_updated(self.config, grid)
-        options = {"chunk_size": self.config.memory_chunk_size, "kernel": self.config.memory_kernel, "updates": updates}
+        initial = self.initial_weights(dtype) if initial is None else initial
+        projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)
         with maybe_autocast(hidden_states.device.type, enabled=False):
             gates = self._gates(hidden_states, dtype, updates)
-            inputs = MemoryInputs(*self._normalize(projected.to(dtype)), *gates)
-            output, surprise, state = memorize_on_grid(
-                inputs, state, self.rule, grid, decay_target=decay_target, **options
-            )
-        output = self.project_output(hidden_states, output) if projects else output
+            q, k, v = self._normalize(projected.to(dtype))
+            learn = self._learn_deep if self.is_deep else self._learn_features
+            retrieved, surprise, state = learn(q, k, v, gates, initial, state, grid, updates, projected.dtype)
+            if not updates:  # DistributedDataParallel waits for a gradient of every parameter, the gates' included
+                retrieved = retrieved + sum(zero_of(gate) for gate in gates if gate is not None)
+        surprise = surprise.detach() if grid.needs_surprise else None
+        output = self.project_output(hidden_states, retrieved) if projects else retrieved
         return output, state, conv_state, (surprise, gates)
+
+    def _learn_features(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Gates,
+        initial: list[Tensor],
+        state: MemoryState,
+        grid: TokenGrid,
+        updates: bool,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, MemoryState]:
+        """Updates and reads the matrix of features (`memory_rule`), with q, k, v (B, H, T, D); dtype: of the hidden
+        states.
+
+        Returns what is retrieved (B, H, T, D), the norm of each token's gradient (B, H, T), and the state after the
+        tokens; if `updates` is False, the memory is read alone.
+        """
+        *hidden, m_0 = initial
+        m_0 = m_0 if self.stable else torch.zeros_like(m_0)
+        q, k = (features(x, hidden, self.config.memory_activation) for x in (q, k))
+        (m,), s = state.weights, state.momentum[0] if state.momentum else None
+        if updates:
+            rule = choose_rule(self.config.memory_kernel, k, s is not None, grid, dtype) or delta_rule
+            options = {"chunk_size": self.config.memory_chunk_size, "recompute": self.config.memory_recompute}
+            retrieved, delta, m, s = rule(q, k, v, *gates, m_0, m, s, grid.filled, **options)
+        else:
+            retrieved, delta = q @ m, error_of(k, v, m)
+        surprise = k.norm(dim=-1) * delta.norm(dim=-1) if grid.needs_surprise else None
+        return retrieved, surprise, MemoryState((m,), () if s is None else (s,), (), self._num_seen(state, grid))
+
+    def _learn_deep(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Gates,
+        initial: list[Tensor],
+        state: MemoryState,
+        grid: TokenGrid,
+        updates: bool,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, MemoryState]:
+        """Updates and reads a network (`memory_deep`); arguments and results are as in `_learn_features`."""
+        chunk_size, clips = self.config.memory_chunk_size, self.loss is LOSSES["huber"]
+        num_seen, starts = self._num_seen(state, grid), self._chunk_starts(state, grid)
+        if updates:
+            *state_of_rule, m_0 = state.weights, state.momentum, state.anchor, initial if self.stable else None
+            options = {"network": self.network, "loss": self.loss, "clips": clips, "chunk_size": chunk_size}
+            retrieved, surprise, *after = deep_rule(
+                q,
+                k,
+                v,
+                *gates,
+                m_0,
+                *state_of_rule,
+                grid.filled,
+                starts,
+                recompute=self.config.memory_recompute,
+                **options,
+            )
+            return retrieved, surprise, MemoryState(*map(tuple, after), num_seen)
+        retrieved, surprise, anchor = read(self.network, state.weights, q), None, state.weights
+        if starts is not None:  # a chunk that began before keeps its anchor
+            pairs = zip(state.weights, state.anchor, strict=True)
+            anchor = tuple(where_rows(starts.any(0), new, old) for new, old in pairs)
+        if grid.needs_surprise:
+            h, delta = gradient_factors(self.network, self.loss, state.weights, k, v)
+            surprise = gradient_norm(h, clip(h, delta, v) if clips else delta)
+        return retrieved, surprise, MemoryState(state.weights, state.momentum, anchor, num_seen)
+
+    def _num_seen(self, state: MemoryState, grid: TokenGrid) -> Tensor:
+        """Returns the number of tokens that each row has read after the tokens of the grid, (R,)."""
+        return state.num_seen + (1 if grid.is_single_token else grid.row_ends - grid.row_starts)
+
+    def _chunk_starts(self, state: MemoryState, grid: TokenGrid) -> Tensor | None:
+        """Returns (P, R) bool, True where a chunk of slots starts with a token of the grid; None if all start so."""
+        chunk_size = self.config.memory_chunk_size
+        if grid.is_single_token:
+            return (state.num_seen % chunk_size == 0)[None]
+        if grid.token_slots is None:
+            return None
+        first = torch.arange(0, grid.num_slots, chunk_size, device=grid.row_starts.device)[:, None]
+        return (grid.row_starts <= first) & (grid.row_ends > first)
+
+    def read(self, weights: tuple[Tensor, ...], queries: Tensor, initial: list[Tensor]) -> Tensor:
+        """Computes M(q) (eq. 15) from a state's weights and queries (B, H, T, D), in their dtype: (B, H, T, D)."""
+        if self.is_deep:
+            return read(self.network, weights, queries)
+        return features(queries, initial[:-1], self.config.memory_activation) @ weights[0]
 
     def _normalize(self, projected: Tensor) -> Tensor:
         """Normalises queries, keys and values (3, B, H, T, D), in the memory's dtype: the squares may exceed the range
@@ -342,28 +472,27 @@ class NeuralMemory(nn.Module):
         else:
             momentum = self._logits(self.momentum, hidden_states, dtype)
             log_momentum_decay = logsigmoid(momentum)  # log eta_t: eq. 10
-            if self.rule.delta_rule:
-                log_momentum_decay = log_momentum_decay + math.log(LARGEST_ETA_OF_DELTA_RULE)
+            if not self.is_deep:
+                log_eta = log_momentum_decay + math.log(LARGEST_ETA_OF_DELTA_RULE)
+                log_momentum_decay = log_eta.clamp(min=SMALLEST_LOG_ETA)
             if self.stable:
                 # Times 1 - eta_t: then a gradient's steps sum to theta_t whatever eta is, |S| <= max theta |gradient|.
-                if self.rule.delta_rule:
-                    eta = torch.sigmoid(momentum)
-                    inner_lr = torch.addcmul(inner_lr, inner_lr, eta, value=-LARGEST_ETA_OF_DELTA_RULE)
-                else:  # eta may be close to 1
+                if self.is_deep:  # eta may be close to 1
                     inner_lr = inner_lr * torch.sigmoid(-momentum)
+                else:
+                    inner_lr = inner_lr * (1 - log_momentum_decay.exp())
         if self.forget is None:
             log_retain = torch.zeros_like(inner_lr)  # alpha_t = 0
         else:
             logits = self._logits(self.forget, hidden_states, dtype)
             log_retain = logsigmoid(-logits) if updates else torch.zeros_like(inner_lr) + zero_of(logits)  # eq. 13
+            log_retain = log_retain if self.is_deep else log_retain.clamp(min=math.log(1 - LARGEST_ALPHA_OF_DELTA_RULE))
         return Gates(inner_lr, log_momentum_decay, log_retain)
 
     def _logits(self, gate: TokenGate, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
         """Computes the logits of a gate: (B, H, T), or (B, H, T, layers)."""
-        logits = gate(hidden_states).to(dtype)  # (B, T, H), or (B, T, H * layers)
-        if self.config.memory_gates == "head":
-            return logits.mT
-        return logits.unflatten(-1, (-1, self.config.memory_depth)).transpose(1, 2)
+        logits, layers = gate(hidden_states).to(dtype), self.config.memory_gates_per_head  # (B, T, H * layers)
+        return logits.mT if layers == 1 else logits.unflatten(-1, (-1, layers)).transpose(1, 2)
 
 
 class MemoryRecall(nn.Module):
@@ -373,7 +502,6 @@ class MemoryRecall(nn.Module):
         super().__init__()
         self.layer_idx = layer_idx
         self.head_dim = config.memory_head_dim
-        self.network = config.memory_network
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.norm = HeadNorm(self.head_dim, config.memory_output_norm == "clip")
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
@@ -383,10 +511,14 @@ class MemoryRecall(nn.Module):
         """Projects tokens to queries: (B, T, hidden) -> (B, T, H, D)."""
         return silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
 
-    def forward(self, queries: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        """Computes h (B, T, hidden) from queries (B, T, H, D) and the memory network's weights (B, H, d_in, d_out)."""
+    def forward(
+        self, queries: Tensor, memory: NeuralMemory, weights: tuple[Tensor, ...], initial: list[Tensor]
+    ) -> Tensor:
+        """Computes h (B, T, hidden) from queries (B, T, H, D) and the weights of a memory's state; initial: the result
+        of the memory's `initial_weights` in their dtype.
+        """
         with maybe_autocast(queries.device.type, enabled=False):
             queries_in_dtype = l2_normalize(queries.transpose(1, 2).to(weights[0].dtype))
-            retrieved = read(weights, queries_in_dtype, self.network)  # M*(q): eq. 21
+            retrieved = memory.read(weights, queries_in_dtype, initial)  # M*(q): eq. 21
             retrieved = self.norm(retrieved.transpose(1, 2)).flatten(2)
         return self.output_norm(self.o_proj(retrieved.to(queries.dtype)))

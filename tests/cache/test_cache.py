@@ -93,7 +93,7 @@ def test_weights_of_the_memory():
     assert cache.memory_weights(1) == ()
     read(model, make_ids(2, 9), None, cache)
     weights = cache.memory_weights(1)
-    assert [x.shape[:2] for x in weights] == [(2, 4)] * model.config.memory_depth
+    assert [x.shape[:2] for x in weights] == [(2, 4)]  # the last layer learns
     assert [x.shape for x in cache.memory_momentum(1)] == [x.shape for x in weights] * model.config.memory_momentum
     kept = [x.clone() for x in weights]
     read(model, make_ids(2, 1), None, cache)

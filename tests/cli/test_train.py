@@ -7,11 +7,9 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from tape import Tape
 from tiny_run import LAUNCH, LLAMA, SHORT, TITANS, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from titans_hf import memory_graphs
 from titans_hf.cli import train
 from titans_hf.cli.training.data import load_splits, make_blocks
 from titans_hf_console import RunArguments
@@ -66,21 +64,6 @@ def test_fine_tuning(options, tmp_path):
     assert changed("memory", train_only="memory") == {name for name in start if "memory" in name}
     with pytest.raises(ValueError, match="--model_name_or_path"):
         changed("other", config_overrides="hidden_size=16")
-
-
-def test_a_step_as_one_graph(options, tmp_path, monkeypatch):
-    """With --cuda_graph a run has the same weights to the bit; without a GPU it is refused."""
-    with pytest.raises(ValueError, match="--cuda_graph must be false without a CUDA GPU"):
-        train.main(options(TITANS, cuda_graph=True))
-    monkeypatch.setitem(memory_graphs.RECORDINGS, "cpu", Tape)
-    monkeypatch.setattr(memory_graphs, "RECORDED_CALL", 2)
-    found, number = [], Tape.number_of_replays
-    for cuda_graph in (False, True):
-        folder, given = tmp_path / str(cuda_graph), dict(SHORT, max_steps=4, tokens_per_step=256, cuda_graph=cuda_graph)
-        train.main(options(TITANS, config_overrides="memory_kernel=torch", output_dir=folder, **given))
-        found.append(AutoModelForCausalLM.from_pretrained(folder).state_dict())
-    assert Tape.number_of_replays > number
-    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
 
 
 @pytest.mark.slow

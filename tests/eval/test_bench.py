@@ -74,13 +74,12 @@ def test_decoding(tmp_path):
 
 def test_a_wrong_memory_is_not_timed(monkeypatch, tmp_path):
     """A program whose outputs differ from those of float64 stops the benchmark before timing."""
-    right = neural_memory.memorize_on_grid
+    right = neural_memory.delta_rule
 
-    def wrong(inputs, *args, **options):
-        factor = 1.01 if inputs.keys.dtype == torch.float32 else 1
-        return right(inputs._replace(inner_lr=factor * inputs.inner_lr), *args, **options)
+    def wrong(q, k, v, theta, *args, **options):
+        return right(q, k, v, (1.01 if theta.dtype == torch.float32 else 1) * theta, *args, **options)
 
-    monkeypatch.setattr(neural_memory, "memorize_on_grid", wrong)
+    monkeypatch.setattr(neural_memory, "delta_rule", wrong)
     with pytest.raises(AssertionError, match="torch: the output is off by"):
         run(tmp_path, "memory", "--heads", "1", "--batch_size", "1", "--repeats", "1", "--lengths", "64")
 

@@ -17,20 +17,21 @@ SIZES = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_lay
 SIZES |= dict(num_key_value_heads=2, sliding_window=12, segment_length=8, memory_chunk_size=4, num_persistent_tokens=3)
 SIZES |= dict(bos_token_id=None, eos_token_id=None, memory_expansion=2)  # layers of a memory have several shapes
 # The paper's second version as it stands, but for sizes and the largest step, which no equation gives.
-PAPER = dict(memory_recurrence="paper", memory_network="residual", memory_gates="layer", memory_update_rule="chunk")
-PAPER |= dict(memory_output_norm="rms", memory_residual=False, memory_error_clip=None, memory_conv_noise=1)
+PAPER = dict(memory_recurrence="paper", memory_network="residual", memory_update_rule="chunk")
+PAPER |= dict(memory_output_norm="rms", memory_residual=False, memory_conv_noise=1)
 PAPER |= dict(rope_parameters={"partial_rotary_factor": 1.0})
 # The forms of the memory.
 FORMS = {
     "delta": dict(memory_form="delta"),
-    "delta rule": dict(memory_update_rule="delta", memory_momentum=True),
+    "products": dict(memory_activation="product"),
+    "deep": dict(memory_update_rule="chunk"),
+    "deep, without momentum": dict(memory_update_rule="chunk", memory_momentum=False),
+    "deep, three layers": dict(memory_update_rule="chunk", memory_depth=3, memory_activation="relu"),
     "paper's form": dict(memory_output_norm="rms", memory_residual=False),
-    "paper's recurrence": dict(memory_recurrence="paper"),
-    "paper's recurrence with the delta rule": dict(memory_recurrence="paper", memory_update_rule="delta"),
+    "paper's recurrence": dict(memory_recurrence="paper", memory_update_rule="chunk", memory_max_lr=0.05),
+    "paper's recurrence with the delta rule": dict(memory_recurrence="paper"),
     "residual network": dict(memory_network="residual"),
     "residual network of one layer": dict(memory_network="residual", memory_depth=1),
-    "gates per layer": dict(memory_gates="layer", memory_depth=3),
-    "gates per layer with the delta rule": dict(memory_gates="layer", memory_depth=3, memory_update_rule="delta"),
     "paper": PAPER,
     "normalised output": dict(memory_output_norm="rms"),
     "gated output": dict(memory_residual=False),
@@ -53,8 +54,8 @@ SETTINGS = {
     "memory off": dict(memory_max_lr=0.0),
     "no convolution": dict(memory_conv_kernel=1),
     "convolution over two chunks": dict(memory_conv_kernel=7),
-    "plain loss": dict(memory_error_clip=None, memory_max_lr=0.05),
-    "tight clip": dict(memory_error_clip=0.3),
+    "plain loss": dict(memory_update_rule="chunk", memory_loss="l2", memory_max_lr=0.05),
+    "gelu": dict(memory_activation="gelu"),
     "window of one": dict(sliding_window=1),
     "window of two": dict(sliding_window=2),
     "window beyond the sequence": dict(sliding_window=100),

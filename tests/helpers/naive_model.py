@@ -1,11 +1,12 @@
 """Computes the model by the paper's equations: one row, token by token, T x T masks, absolute positions. It shares no
 code with the model except the autograd token loop of the memory."""
 
-import torch
-from torch.nn.functional import gelu, layer_norm, silu
+import math
 
-from titans_hf import MemoryInputs, MemoryState, UpdateRule
-from titans_hf.memory_reference import memorize_reference
+import torch
+from torch.nn.functional import gelu, layer_norm, relu, silu
+
+from titans_hf.memory_reference import deep_rule_reference, delta_rule_reference
 
 EPSILON = 1e-4  # in the norms of keys, queries, values and of the memory's output
 
@@ -29,24 +30,64 @@ def rotary(x, positions, config):
     return x
 
 
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "relu": relu, "identity": lambda x: x}
+
+
+def network(config):
+    """Returns the memory network M of a config."""
+
+    def apply(x, layers):
+        h = x
+        for depth, layer in enumerate(layers):
+            h = layer(ACTIVATIONS[config.memory_activation](h) if depth else h)
+        return x + layer_norm(h, h.shape[-1:], eps=1e-5) if config.memory_network == "residual" else h
+
+    return apply
+
+
+def squared(prediction, value):
+    return ((prediction - value) ** 2).sum(-1)
+
+
+def huber(prediction, value):
+    """Continues the squared error linearly where the error is longer than the value."""
+    error, limit = (prediction - value).norm(dim=-1), value.norm(dim=-1)
+    return torch.where(error > limit, 2 * limit * error - limit**2, error**2)
+
+
+def features(config, x, hidden):
+    """Computes the features of x (1, H, 1, D) by the hidden layers (H, d_in, d_out)."""
+    for w in hidden:
+        x = x @ w
+        if config.memory_activation == "product":
+            half = x.shape[-1] // 2
+            x = x[..., :half] * x[..., half:]
+            x = x / (x.norm(dim=-1, keepdim=True) ** 2 + 1e-6).sqrt()
+        else:
+            x = ACTIVATIONS[config.memory_activation](x)
+    return x
+
+
 class NaiveMemory:
     """Computes a `NeuralMemory` token by token; `inputs` are the convolutions' inputs so far."""
 
     def __init__(self, module, config):
-        self.m, self.c = module, config
-        weights = tuple(w[None] for w in module.initial_weights.parameters())
-        zeros = tuple(torch.zeros_like(w) for w in weights)
-        self.state = MemoryState(weights, zeros, weights, torch.zeros(1, dtype=torch.int64))
-        self.inputs = []
+        self.m, self.c, self.inputs = module, config, []
+        *self.hidden, _ = self.initial = list(module.initial_weights.parameters())
+        self.is_deep = config.memory_update_rule == "chunk"
+        learned = self.initial if self.is_deep else self.initial[-1:]
+        self.learned = self.anchor = [w[None] for w in learned]
+        self.momentum = [torch.zeros_like(w) for w in self.learned] if module.momentum is not None else []
+        self.num_seen = torch.zeros(1, dtype=torch.int64)
 
     def start_counting(self):
         """Starts a new chunk at the next token."""
-        s = self.state
-        self.state = MemoryState(s.weights, s.momentum, s.weights, torch.zeros_like(s.num_seen))
+        self.num_seen = torch.zeros_like(self.num_seen)
 
     def weights(self):
         """Returns the weights (H, d_in, d_out) of each layer."""
-        return [w[0] for w in self.state.weights]
+        learned = [w[0] for w in self.learned]
+        return learned if self.is_deep else [*self.hidden, *learned]
 
     def __call__(self, x):
         """Updates and reads the memory with one token: (hidden,) -> (hidden,)."""
@@ -60,29 +101,42 @@ class NaiveMemory:
                 for back in range(min(c.memory_conv_kernel, len(self.inputs)))
             )
         q, k, v = silu(mixed).view(3, 1, c.memory_num_heads, 1, -1)
-        shape = (1, c.memory_num_heads, 1) + ((c.memory_depth,) if c.memory_gates == "layer" else ())
+        stable, per_layer = c.memory_recurrence == "stable", self.is_deep and c.memory_recurrence == "paper"
+        shape = (1, c.memory_num_heads, 1) + ((c.memory_depth,) if per_layer else ())
         gate = {
             name: torch.sigmoid(gate.weight @ x + gate.bias).view(shape)
             for name, gate in (("theta", m.inner_lr), ("eta", m.momentum), ("alpha", m.forget))
             if gate is not None
         }
-        eta = gate.get("eta", torch.zeros_like(gate["theta"]))
-        is_delta = c.memory_update_rule == "delta"
-        eta = eta / 3 if is_delta else eta
-        hidden_step = 1 / (2 * max(64, c.memory_chunk_size)) if c.memory_hidden_step is None else c.memory_hidden_step
-        alpha = gate.get("alpha", torch.zeros_like(eta))
-        stable = c.memory_recurrence == "stable"
-        theta = c.memory_max_lr * gate["theta"] * (1 - eta if stable else 1)
-        values = l2_normalize(v) if stable else v
-        y, _, self.state = memorize_reference(
-            MemoryInputs(l2_normalize(q), l2_normalize(k), values, theta, eta.log(), (1 - alpha).log()),
-            self.state,
-            UpdateRule(c.memory_error_clip, is_delta, c.memory_network, hidden_step),
-            chunk_size=c.memory_chunk_size,
-            decay_target=tuple(m.initial_weights.parameters()) if m.forget is not None and stable else (),
-        )
+        eta = gate.get("eta")
+        alpha = gate.get("alpha", torch.zeros_like(gate["theta"]))
+        if not self.is_deep:
+            eta = None if eta is None else (eta / 3).clamp(min=math.exp(-5))
+            alpha = alpha.clamp(max=0.6)
+        theta = c.memory_max_lr * gate["theta"] * (1 - eta if stable and eta is not None else 1)
+        tokens = l2_normalize(q), l2_normalize(k), l2_normalize(v) if stable else v
+        gates = theta, None if eta is None else eta.log(), (1 - alpha).log()
+        y = self.deep(*tokens, *gates, stable) if self.is_deep else self.delta(*tokens, *gates, stable)
+        self.num_seen = self.num_seen + 1
         y = head_norm(c, y[0, :, 0], m.norm.weight).flatten()
         return m.o_proj.weight @ (y * silu(m.gate_proj.weight @ x))
+
+    def delta(self, q, k, v, theta, log_eta, log_retain, stable):
+        m_0 = self.initial[-1] if stable else torch.zeros_like(self.initial[-1])
+        q, k = features(self.c, q, self.hidden), features(self.c, k, self.hidden)
+        s = self.momentum[0] if self.momentum else None
+        y, _, m, s = delta_rule_reference(q, k, v, theta, log_eta, log_retain, m_0, self.learned[0], s)
+        self.learned, self.momentum = [m], [] if s is None else [s]
+        return y
+
+    def deep(self, q, k, v, theta, log_eta, log_retain, stable):
+        is_huber = self.c.memory_loss == "huber"
+        given = (self.initial if stable else None, self.learned, self.momentum, self.anchor, self.num_seen)
+        options = dict(network=network(self.c), loss=huber if is_huber else squared, clips=is_huber)
+        y, _, self.learned, self.momentum, self.anchor = deep_rule_reference(
+            q, k, v, theta, log_eta, log_retain, *given, **options, chunk_size=self.c.memory_chunk_size
+        )
+        return y
 
 
 def head_norm(config, y, weight):
@@ -164,14 +218,13 @@ def mag(mixer, config, x, make_memory):
 
 def recall(module, config, x, weights):
     """Computes h of every token of a segment (T, hidden) from the memory's weights (H, d_in, d_out) at its start."""
-    rows = []
+    rows, is_deep = [], config.memory_update_rule == "chunk"
     for token in x:
-        h = q = l2_normalize(silu(module.q_proj.weight @ token).view(config.memory_num_heads, 1, -1))
-        residual = config.memory_network == "residual"
-        for depth, w in enumerate(weights):
-            h = ((gelu(h) if residual else silu(h)) if depth else h) @ w
-        if residual:
-            h = q + layer_norm(h, h.shape[-1:], eps=1e-5)
+        h = l2_normalize(silu(module.q_proj.weight @ token).view(config.memory_num_heads, 1, -1))
+        if is_deep:
+            h = network(config)(h, [lambda x, w=w: x @ w for w in weights])
+        else:
+            h = features(config, h[None], weights[:-1])[0] @ weights[-1]
         rows.append(module.o_proj.weight @ head_norm(config, h[:, 0], module.norm.weight).flatten())
     return rms_norm(torch.stack(rows), module.output_norm.weight, EPSILON)
 

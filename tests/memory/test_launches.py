@@ -10,7 +10,7 @@ import torch
 from launches import Launches, count
 from remember_models import TOKENS, remembering
 
-from titans_hf import TitansConfig, TitansForCausalLM, memory_ops, token_grid
+from titans_hf import TitansConfig, TitansForCausalLM, token_grid
 from titans_hf.remember import MemoryCache
 
 SIZES = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=256, tie_word_embeddings=True)
@@ -41,25 +41,22 @@ def decode(model) -> Launches:
     return [count(lambda ids=ids: model(ids, cache=cache)) for ids in draw(3).split(1, dim=1)][-1]
 
 
-# The form; the chunks of a group; of a layer: launches for 64 tokens more and for a call, triangular systems of 2,048
+# The form; of a layer: launches for 64 tokens more and for a call
 FORMS = [
-    (read, {}, 4, 51, 238, 33),
-    (train, {}, 4, 157, 889, 43),
-    (train, {}, 32, 83.5, 889, 36),
-    (train, dict(memory_form="delta"), 4, 51.75, 550, 42),
-    (train, dict(memory_form="delta", memory_depth=2, memory_hidden_step=0), 4, 51.75, 576, 42),
+    (read, {}, 0, 0),
+    (train, {}, 50, 0),
+    (train, dict(memory_form="delta"), 0, 0),
 ]
 
 
-@pytest.mark.parametrize("run,form,group_size,of_chunk,fixed,solves", FORMS)
-def test_launches_of_a_layer(run, form, group_size, of_chunk, fixed, solves, monkeypatch):
-    """The launches of a layer, in groups as on a CPU or as on a GPU; none makes the host wait."""
-    monkeypatch.setitem(memory_ops.GROUP_SIZES, "cpu", group_size)
-    counts = [[run(make(layers, **form), length) for layers in (1, 2)] for length in (2048, 4096)]  # whole groups
+@pytest.mark.parametrize("run,form,of_chunk,fixed", FORMS)
+def test_launches_of_a_layer(run, form, of_chunk, fixed):
+    """The launches of a layer; none makes the host wait."""
+    counts = [[run(make(layers, **form), length) for layers in (1, 2)] for length in (2048, 4096)]  # whole pieces
     assert not any(x.reads for pair in counts for x in pair)
     (one, two), (first, second) = counts
     short, long = two.total - one.total, second.total - first.total
-    assert (long - short) / 32 <= of_chunk and 2 * short - long <= fixed and two.solves - one.solves <= solves
+    assert ((long - short) / 32, 2 * short - long) <= (of_chunk, fixed)
 
 
 @torch.no_grad()

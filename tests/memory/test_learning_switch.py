@@ -13,7 +13,7 @@ CASES = [
     ("mac", dict(memory_chunk_size=8)),
     ("mag", dict(memory_form="delta")),
     ("mal", dict(memory_depth=2, memory_update_rule="delta", memory_momentum=True)),
-    ("lmm", dict(memory_recurrence="paper", memory_gates="layer", memory_network="residual", memory_momentum=True)),
+    ("lmm", dict(memory_recurrence="paper", memory_network="residual", memory_momentum=True)),
 ]
 
 

@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import normalize
 
 from titans_hf import TitansConfig
-from titans_hf.memory_ops import memorize
-from titans_hf.memory_state import MemoryInputs, MemoryState
+from titans_hf.memory_deep import deep_rule
+from titans_hf.memory_rule import delta_rule, features
 from titans_hf.neural_memory import LARGEST_ETA_OF_DELTA_RULE, NeuralMemory
 
 SIZE = 32
@@ -43,13 +43,16 @@ def read_all(config: TitansConfig, length: int, dtype: torch.dtype, eta: float):
     memory = NeuralMemory(config).double()
     keys, values = (x.to(dtype) for x in adversarial_tokens(length))
     keys.requires_grad_(dtype == torch.float64)
-    weights = tuple(memory.initial_weights(dtype))
-    state = MemoryState.initial(weights, len(keys), dtype, memory.has_anchor, config.memory_momentum)
+    initial, state = memory.initial_weights(dtype), memory.initial_state(len(keys), dtype)
     theta = torch.full(keys.shape[:3], config.memory_max_lr * (1 - eta * config.memory_momentum), dtype=dtype)
-    log_eta = torch.full_like(theta, eta).log() if config.memory_momentum else None
-    inputs = MemoryInputs(keys, keys, values, theta, log_eta, torch.zeros_like(theta))
-    output = memorize(inputs, state, memory.rule, chunk_size=config.memory_chunk_size, decay_target=weights)
-    return output.retrieved, keys
+    gates = theta, torch.full_like(theta, eta).log() if config.memory_momentum else None, torch.zeros_like(theta)
+    if memory.is_deep:
+        rule = dict(network=memory.network, loss=memory.loss, clips=True, chunk_size=config.memory_chunk_size)
+        given = [[x.to(dtype) for x in part] for part in (state.weights, state.momentum, state.anchor)]
+        return deep_rule(keys, keys, values, *gates, initial, *given, **rule)[0], keys
+    h = features(keys, initial[:-1], config.memory_activation)
+    m, s = (x[0].to(dtype) if x else None for x in (state.weights, state.momentum))
+    return delta_rule(h, h, values, *gates, initial[-1], m, s)[0], keys
 
 
 @pytest.mark.parametrize("momentum", [False, True])

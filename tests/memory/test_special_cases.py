@@ -1,16 +1,16 @@
-"""Other linear recurrent layers as special cases of `memorize` (the paper's appendix C, its second version's F)."""
+"""Other linear recurrent layers as special cases of the rules (the paper's appendix C, its second version's F)."""
 
 import pytest
 import torch
 from torch.nn.functional import layer_norm, normalize
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from titans_hf import MemoryInputs, MemoryState, UpdateRule
-from titans_hf.memory_ops import memorize
+from titans_hf.memory_deep import deep_rule, l2, make_network
+from titans_hf.memory_rule import delta_rule
 
 B, H, T, D = 2, 2, 11, 4
 CHUNK = 4
-DELTA, PLAIN, RESIDUAL = UpdateRule(1.0, delta_rule=True), UpdateRule(None), UpdateRule(None, network="residual")
+DELTA, PLAIN, RESIDUAL = None, make_network("mlp", "silu"), make_network("residual", "gelu")
 
 
 def gated_delta_net(M, k, v, beta, decay):
@@ -35,7 +35,7 @@ def ttt_linear(start, k, v, beta):
     return beta * torch.autograd.grad(loss, start, create_graph=True)[0]
 
 
-# The rule, the steps, the factors of the values (from step, decay, |k|^2), and the chunk.
+# The network (None: the delta rule), the steps, the factors of the values (from step, decay, |k|^2), and the chunk.
 CASES = {
     gated_delta_net: (DELTA, lambda beta, decay, k: beta * decay / 2, lambda decay: 1 / decay, CHUNK),
     linear_attention: (PLAIN, lambda beta, decay, k: beta / 2, None, T),
@@ -71,22 +71,23 @@ def recurrence(step, q, k, v, beta, decay) -> torch.Tensor:
     return torch.cat(outputs, 2)
 
 
-def by_memorize(step, q, k, v, beta, decay) -> torch.Tensor:
-    rule, theta, scale, chunk_size = CASES[step]
+def by_the_rules(step, q, k, v, beta, decay) -> torch.Tensor:
+    network, theta, scale, chunk_size = CASES[step]
     decays = step in (gated_delta_net, linear_attention)
     values = v if scale is None else v * scale(decay)[..., None]
     log_retain = decay.log() if decays else torch.zeros_like(decay)
-    zeros = (q.new_zeros(B, H, D, D),)
-    state = MemoryState(zeros, (), zeros, torch.zeros(B, dtype=torch.int64))
-    inputs = MemoryInputs(q, k, values, theta(beta, decay, k.square().sum(-1)), None, log_retain)
-    return memorize(inputs, state, rule, chunk_size=chunk_size).retrieved
+    zeros = q.new_zeros(B, H, D, D)
+    tokens = q, k, values, theta(beta, decay, k.square().sum(-1)), None, log_retain
+    if network is None:
+        return delta_rule(*tokens, zeros[0], zeros, None, chunk_size=chunk_size)[0]
+    return deep_rule(*tokens, None, [zeros], [], [zeros], network=network, loss=l2, chunk_size=chunk_size)[0]
 
 
 @pytest.mark.parametrize("step", CASES)
 def test_it_is_a_special_case(step):
     """Outputs and gradients with respect to queries, keys, values, step and decay are those of the other layer."""
     drawn = draw()
-    ours, theirs = (with_gradients(fn(step, *drawn), drawn) for fn in (by_memorize, recurrence))
+    ours, theirs = (with_gradients(fn(step, *drawn), drawn) for fn in (by_the_rules, recurrence))
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
@@ -95,5 +96,5 @@ def test_gated_delta_net_is_that_of_transformers():
     drawn = draw()
     q, k, v, beta, decay = (x.transpose(1, 2) for x in drawn)
     theirs = torch_recurrent_gated_delta_rule(q * D**0.5, k, v, decay.log(), beta)[0].transpose(1, 2)
-    ours, theirs = (with_gradients(x, drawn) for x in (by_memorize(gated_delta_net, *drawn), theirs))
+    ours, theirs = (with_gradients(x, drawn) for x in (by_the_rules(gated_delta_net, *drawn), theirs))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, check_dtype=False)

@@ -54,7 +54,7 @@ def test_a_form_sets_the_fields_that_are_not_given(form, tmp_path):
     assert expected.items() <= json.loads((tmp_path / "config.json").read_text()).items()
     with pytest.raises(ValueError, match=r"`memory_form` cannot become .* in a saved config"):
         TitansConfig.from_pretrained(tmp_path, memory_form="delta" if form != "delta" else "titans")
-    given = dict(memory_depth=3, memory_error_clip=None, memory_residual=False, memory_chunk_size=32)
+    given = dict(memory_depth=3, memory_activation="relu", memory_residual=False, memory_chunk_size=32)
     assert {name: getattr(TitansConfig(memory_form=form, **given), name) for name in given} == given
 
 
@@ -107,9 +107,9 @@ BAD_VALUES = {
     "num_persistent_tokens": [-1, 1.5, None],
     "memory_depth": [0],
     "memory_max_lr": [-0.1, NOT_A_NUMBER, float("inf"), "fast"],
-    "memory_hidden_step": [-0.1, 1.5],
     "memory_conv_noise": [-0.1],
-    "memory_error_clip": [0, NOT_A_NUMBER, "none"],
+    "memory_activation": ["tanh"],
+    "memory_loss": ["l1"],
     "memory_recurrence": ["plain"],
     "variant": ["MAG", None],
     "attention_dropout": [NOT_A_NUMBER, 1.5],
@@ -141,7 +141,8 @@ def test_a_bad_value_is_refused_by_name(name):
     [
         dict(num_attention_heads=4, num_key_value_heads=3),
         dict(memory_network="residual", memory_update_rule="delta"),
-        dict(memory_update_rule="chunk", memory_hidden_step=0.0),
+        dict(memory_loss="huber"),
+        dict(memory_update_rule="chunk", memory_activation="product"),
         dict(hidden_size=32, memory_num_heads=5),
         dict(variant="mac", segment_length=10, memory_chunk_size=4),
     ],

@@ -26,12 +26,10 @@ from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.training.checkpoints import RunFacts, find_checkpoint, how_to_go_on
 from titans_hf.cli.training.data import Blocks, PackedBlocks, RepeatedPassages, collate, load_blocks
-from titans_hf.cli.training.graph_trainer import GraphTrainer
 from titans_hf.cli.training.model import freeze_all_but_memory, load_config
 from titans_hf.cli.training.run_folder import CardTrainer, describe, save_results
 from titans_hf.cli.training.tokenizer import load_tokenizer
 from titans_hf.cli.training.trainer_arguments import TrainingArguments, make_parser
-from titans_hf.memory_graphs import RECORDINGS
 from titans_hf_console import RunArguments
 
 
@@ -72,8 +70,6 @@ def check_arguments(run: RunArguments, training: TrainingArguments) -> None:
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     if num_processes != training.world_size:  # Trainer would train once in each
         raise ValueError(f"{num_processes} processes were started, but each would train by itself: pass --use_cpu true")
-    if run.cuda_graph and (training.device.type not in RECORDINGS or training.world_size * training.n_gpu > 1):
-        raise ValueError("--cuda_graph must be false without a CUDA GPU and with several, but is true")
     if training.gradient_accumulation_steps is None:
         device_tokens = training.train_batch_size * training.world_size * run.block_length
         training.gradient_accumulation_steps = max(1, round(run.tokens_per_step / device_tokens))
@@ -102,7 +98,7 @@ def make_trainer(
         model = checkpoints.load_model(run.model_name_or_path, "--model_name_or_path", **options)
     if run.train_only == "memory":
         freeze_all_but_memory(model)
-    return (GraphTrainer if run.cuda_graph else CardTrainer)(
+    return CardTrainer(
         model=model,
         args=training,
         train_dataset=train_data,
