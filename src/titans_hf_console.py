@@ -48,6 +48,11 @@ class RunArguments:
     config_overrides: str = option(
         "Such as hidden_size=64,memory_forget=false,sliding_window=null; values in JSON, else text.", ""
     )
+    num_parameters: int | None = option(
+        "Size of a new model, such as 1_000_000: finds hidden_size, and intermediate_size in proportion. A width in "
+        "--config_overrides stays.",
+        None,
+    )
     tokenizer: str | None = option(
         "A folder, a Hub name, or `bytes`: one token per byte of UTF-8. Default: the checkpoint's.", None
     )
@@ -292,6 +297,12 @@ COMMANDS = {
 }
 
 
+def shipped_files() -> dict[str, Path]:
+    """Returns by name what the package brings: configurations, a chat template, and a small trained model."""
+    folder = Path(__file__).with_name("titans_hf")
+    return {x.name: x for pattern in ("cli/configs/**/*.*", "checkpoints/*") for x in sorted(folder.glob(pattern))}
+
+
 def parse(name: str, argv: list[str] | None) -> argparse.Namespace:
     """Parses the arguments of a command, None for those of `sys.argv`."""
     options = COMMANDS[name][3]
@@ -305,7 +316,8 @@ def usage() -> str:
     rows = "\n".join(f"  {name:<12}{summary}" for name, (_, summary, *_) in COMMANDS.items())
     return (
         f"usage: titans-hf COMMAND [options]\n\ncommands:\n{rows}\n\n"
-        "titans-hf COMMAND --help shows the options of a command, titans-hf --version the version.\n"
+        "titans-hf COMMAND --help shows the options of a command, titans-hf --version the version,\n"
+        "titans-hf --path NAME the path of a file that comes with it, as fsdp2.yaml, or of the model recall-lmm.\n"
         "An error is one line; with TITANS_HF_DEBUG=1 in the environment its traceback is shown."
     )
 
@@ -317,6 +329,12 @@ def main() -> None:
         print(usage())
     elif name == "--version":
         print(f"titans-hf {version('titans-hf')}")
+    elif name == "--path" and " ".join(sys.argv[2:]) in shipped_files():
+        print(shipped_files()[sys.argv[2]])
+    elif name == "--path":
+        message = f"there is no file {' '.join(sys.argv[2:])}, only {', '.join(shipped_files())}"
+        print(f"titans-hf --path: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
     elif name in COMMANDS:
         sys.argv[:2] = [f"titans-hf {name}"]
         if COMMANDS[name][3] is not None and {"-h", "--help"} & {*sys.argv[1:]}:
@@ -337,6 +355,6 @@ def _run(name: str) -> None:
             raise
         missing = (error.name or "").partition(".")[0]
         raise ModuleNotFoundError(
-            f'the package {missing} is missing: pip install -e ".[{extra}]"', name=missing
+            f'the package {missing} is missing: pip install "titans_hf[{extra}]"', name=missing
         ) from error
     main()

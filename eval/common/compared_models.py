@@ -1,14 +1,15 @@
 """Models of equal size to be trained and compared: Titans, and attention and linear recurrences of transformers."""
 
+from functools import partial
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from titans_hf import TitansConfig
 from titans_hf.cli.training.model import parse_overrides
+from titans_hf.cli.training.size import MLP_STEP, fit_size
 
 WINDOW = 64  # tokens that attention sees in Mistral, MAG and MAL, and of a segment in MAC
 VARIANTS = ("lmm", "mag", "mac", "mal")
@@ -49,27 +50,16 @@ def make_config(name: str, free: int, settings: dict[str, Any]) -> PreTrainedCon
 def fit_config(name: str, num_parameters: int, settings: dict[str, Any]) -> PreTrainedConfig:
     """Makes a config with about `num_parameters`, unless the settings fix the size of the MLPs.
 
-    The parameters are linear in the size of the MLPs, here a multiple of 8; of Mamba2, which has none, in the number of
-    layers. Raises ValueError for fewer parameters than the smallest model has.
+    The size of the MLPs is a multiple of 8; Mamba2, which has none, gets a number of layers. Raises ValueError for
+    fewer parameters than the smallest model has.
     """
     has_mlp = name != "mamba2"
     free = "intermediate_size" if has_mlp else "num_hidden_layers"
     if has_mlp and free in settings:
         return make_config(name, settings[free], settings)
-    first, second, step = (64, 128, 8) if has_mlp else (1, 2, 1)
-    counts = [count_parameters(make_config(name, size, settings)) for size in (first, second)]
-    each = (counts[1] - counts[0]) / (second - first)
-    exact = first + (num_parameters - counts[0]) / each
-    if exact < step / 2:  # a network without MLPs is another architecture: its attention and memory do an MLP's work
-        smallest = round(counts[0] - (first - step) * each)
-        raise ValueError(f"the parameters of {name} must be at least {smallest}, but are {num_parameters}")
-    return make_config(name, step * round(exact / step), settings)
-
-
-def count_parameters(config: PreTrainedConfig) -> int:
-    """Counts the parameters of a language model, without making its weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config).num_parameters()
+    # A network without MLPs is another architecture: its attention and memory do an MLP's work.
+    make, named = partial(make_config, name, settings=settings), f"the number of parameters of {name}"
+    return make(fit_size(make, num_parameters, MLP_STEP if has_mlp else 1, named))
 
 
 def num_trained(model: nn.Module) -> int:

@@ -24,7 +24,7 @@ from .neural_memory import OutputProjection
 from .token_grid import TokenGrid, rotary_factors
 
 
-def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, arrange=None, **kwargs):
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, *, arrange, **kwargs):
     """Computes attention without a fused kernel, for `attn_implementation="eager"` and to return attention weights;
     boolean mask. `arrange` reorders the returned weights.
     """
@@ -143,13 +143,14 @@ class TitansAttention(nn.Module):
         name = self.config._attn_implementation
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         arranges = attention is eager_attention_forward  # other weights are not in the order of the map
+        if arranges:
+            kwargs["arrange"] = arrange
         output, weights = attention(
             self,
             *(x.transpose(1, 2) for x in (queries, keys, values)),
             mask[:, None] if arranges or mask.is_floating_point() else mask_for(name, mask[:, None], queries.dtype),
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            arrange=arrange,
             **kwargs,
         )
         return output.flatten(2), weights if arranges else None

@@ -196,6 +196,38 @@ class TitansConfig(PreTrainedConfig):
     model_type = "titans"
     auto_classes = AUTO_MAP
     default_theta = 10000.0
+    # "titans_..." are the styles of `parallel_titans`. Entries without a module in the model have no effect.
+    base_model_tp_plan = {
+        "layers.*.mixer": "titans_whole_heads",
+        "layers.*.mixer.attention.q_proj": "colwise",
+        "layers.*.mixer.attention.k_proj": "colwise",
+        "layers.*.mixer.attention.v_proj": "colwise",
+        "layers.*.mixer.attention.o_proj": "rowwise",
+        "layers.*.mixer.recall.q_proj": "colwise",
+        "layers.*.mixer.recall.o_proj": "rowwise",
+        "layers.*.mixer.recall.norm": "titans_shared_by_heads",
+        "layers.*.mixer.memory.initial_weights": "titans_heads",
+        "layers.*.mixer.memory.q_conv": "titans_heads",
+        "layers.*.mixer.memory.k_conv": "titans_heads",
+        "layers.*.mixer.memory.v_conv": "titans_heads",
+        "layers.*.mixer.memory.q_proj": "colwise",
+        "layers.*.mixer.memory.k_proj": "colwise",
+        "layers.*.mixer.memory.v_proj": "colwise",
+        "layers.*.mixer.memory.gate_proj": "colwise",
+        "layers.*.mixer.memory.inner_lr": "colwise",
+        "layers.*.mixer.memory.momentum": "colwise",
+        "layers.*.mixer.memory.forget": "colwise",
+        "layers.*.mixer.memory.o_proj": "rowwise",
+        "layers.*.mixer.memory.norm": "titans_shared_by_heads",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "layout"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
 
     # Size
     vocab_size: int = setting(32000, at_least=1, card="vocabulary")
@@ -224,7 +256,7 @@ class TitansConfig(PreTrainedConfig):
     head_dim: int | None = setting(
         None,
         at_least=1,
-        derived=lambda config: config.hidden_size // config.num_attention_heads,
+        derived=lambda config: max(1, config.hidden_size // config.num_attention_heads),
         variants=WITH_ATTENTION,
         state="shape",
     )
@@ -297,9 +329,13 @@ class TitansConfig(PreTrainedConfig):
             config_dict = {x: value for x, value in config_dict.items() if x != name}
         return super().from_dict(config_dict | given, **kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute. Raises ValueError for a field's value out of its range."""
+        _check_range(name, value, field_facts(type(self)).get(name, {}))
+        super().__setattr__(name, value)
+
     def __post_init__(self, **kwargs):
         _check_names(kwargs, field_facts(type(self)))
-        self._check_ranges()
         for name in self._fields_to_derive():
             derived = field_facts(type(self))[name]["derived"]
             setattr(self, name, derived(self) if derived else self.of_form(name))
@@ -319,37 +355,12 @@ class TitansConfig(PreTrainedConfig):
         return [name for name, default in derived if getattr(self, name) == default]
 
     @property
-    def base_model_tp_plan(self) -> dict[str, str]:
-        """Returns the tensor parallel style of each module of a `TitansModel`; `modeling_titans` defines the styles
-        whose names begin with "titans".
-        """
-        mixer, mlp = "layers.*.mixer", "layers.*.mlp"
-        plan, columns, rows, shared = {mixer: "titans_whole_heads"}, [], [], []
-        plan[f"{mixer}.memory.initial_weights"] = "titans_heads"
-        columns += [f"{mixer}.memory.{name}" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "inner_lr")]
-        rows, shared = [f"{mixer}.memory.o_proj"], [f"{mixer}.memory.norm"]
-        for name, exists in (("momentum", self.memory_momentum), ("forget", self.memory_forget)):
-            columns += [f"{mixer}.memory.{name}"] * exists
-        if self.memory_conv_kernel > 1:
-            plan |= {f"{mixer}.memory.{part}_conv": "titans_heads" for part in "qkv"}
-        if self.variant == "mac":
-            columns, rows = [*columns, f"{mixer}.recall.q_proj"], [*rows, f"{mixer}.recall.o_proj"]
-            shared.append(f"{mixer}.recall.norm")
-        if self.variant != "lmm":
-            columns += [f"{mixer}.attention.{name}" for name in ("q_proj", "k_proj", "v_proj")]
-            rows.append(f"{mixer}.attention.o_proj")
-        columns += [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
-        rows.append(f"{mlp}.down_proj")
-        styles = (("colwise", columns), ("rowwise", rows), ("titans_shared_by_heads", shared))
-        return plan | {name: style for style, names in styles for name in names}
-
-    @property
     def layer_types(self) -> list[str]:
-        """Transformers' name of each decoder layer's kind: "hybrid", attention and a state of constant size;
-        "hybrid_sliding", whose attention has a window; "linear_attention", the state alone.
-        """
-        of_variant = {"mac": "hybrid", "mag": "hybrid_sliding", "mal": "hybrid_sliding", "lmm": "linear_attention"}
-        return [of_variant[self.variant]] * self.num_hidden_layers
+        """Returns "titans" for each decoder layer: a kind of its own, since no cache of Transformers has its states."""
+        return ["titans"] * self.num_hidden_layers
+
+    def validate_layer_type(self) -> None:
+        """Does nothing: Transformers would look for the layers' kind in a fixed list."""
 
     @property
     def max_stable_lr(self) -> float:
@@ -422,17 +433,10 @@ class TitansConfig(PreTrainedConfig):
         largest position.
         """
 
-    def _check_ranges(self):
-        for name, facts in field_facts(type(self)).items():
-            value, has_effect = getattr(self, name), self.variant in facts["variants"]
-            if value not in (None, facts["default"]) and (has_effect or not (facts["derived"] or name in FORMS)):
-                _check_range(name, value, facts["at_least"], facts["above"], facts["at_most"])
-
     def validate_architecture(self):
-        """Checks the range of every value, and that values fit each other; part of the validation of `@strict`."""
+        """Checks that values fit each other; part of the validation of `@strict`."""
         if missing := self._fields_to_derive():
             raise ValueError(f"`{missing[0]}` must not be {getattr(self, missing[0])!r} once a config has been made.")
-        self._check_ranges()
         if self.memory_network == "residual" and self.memory_update_rule == "delta":
             raise ValueError(
                 "`memory_update_rule` must be 'chunk' with `memory_network='residual'`, but is 'delta': the errors are "
@@ -517,9 +521,10 @@ def _rope_parameters(given: dict, partial_rotary_factor: float) -> dict:
     return {"rope_type": rope_type, "partial_rotary_factor": partial_rotary_factor, **given}
 
 
-def _check_range(name: str, value: Any, at_least: int | None, above: int | None, at_most: int | None) -> None:
-    """Raises ValueError, naming the field, unless a number is finite and in its range; fields without one pass."""
-    if at_least is None and above is None:
+def _check_range(name: str, value: Any, facts: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming the field, unless a number is finite and in the range of the field's facts."""
+    at_least, above, at_most = (facts.get(limit) for limit in ("at_least", "above", "at_most"))
+    if not isinstance(value, int | float) or (at_least is None and above is None):
         return
     low = value >= at_least if above is None else value > above  # False for nan
     if not low or math.isinf(value) or (at_most is not None and value > at_most):
@@ -529,7 +534,7 @@ def _check_range(name: str, value: Any, at_least: int | None, above: int | None,
 
 
 def check_config(config: TitansConfig) -> None:
-    """Raises ValueError for a value that a new config refuses, since fields may have been set later. Warns of updates
+    """Raises ValueError for values that do not fit each other, since fields may have been set later. Warns of updates
     that can overshoot.
     """
     config.validate_architecture()

@@ -179,8 +179,8 @@ def piece(
     written = steps[..., -1, :, None] * k  # (C, K)
     written = written if s is None else torch.cat([written, to_momentum], -1)  # (C, 2 K)
 
-    # 3. From chunk to chunk: the deltas, and the state, M - M_0 above S. Its end is a mixture of its start, plus what is
-    #    written. Rows and heads are one dimension here.
+    # 3. From chunk to chunk: the deltas, and the state, M - M_0 above S. Its end is a mixture of its start, minus the
+    #    written products. Rows and heads are one dimension here.
     mixture = starts[..., -1, None, :]  # (1, 1): beta; (2, 2): beta and f, 0 and eta'
     if s is not None:
         mixture = torch.cat([mixture, F.pad(decayed[..., -1:, :], (1, 0))], -2)

@@ -1,6 +1,5 @@
 """Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -36,10 +35,8 @@ from .configuration_titans import TitansConfig, check_config
 from .generation_titans import TitansGenerationMixin
 from .mixers_titans import LayerSurprise, TitansMixer, make_mixer
 from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TitansRMSNorm, TokenGate
+from .parallel_titans import register_parallel_styles
 from .token_grid import TokenLayout, check_inputs
-
-if torch.distributed.is_available():
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 try:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS_BY_MODEL_TYPE
@@ -59,6 +56,16 @@ def register_lora_targets(model_type: str) -> None:
 
 
 register_lora_targets(TitansConfig.model_type)
+
+
+def refuse_layer(**kwargs) -> None:
+    """Raises ValueError where a cache of Transformers makes a layer of a Titans model."""
+    raise ValueError("`config` is a Titans model's, which reads a `titans_hf.TitansCache(config)` and no other cache.")
+
+
+for layers_by_type in (DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING):
+    layers_by_type["titans"] = refuse_layer
+register_parallel_styles()
 # Trainer shifts labels for label smoothing only if the class name is in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(TitansConfig.model_type, "TitansForCausalLM")
 
@@ -163,19 +170,15 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=OUTPUT_SCALE * std)
             if module.bias is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, (nn.Linear, nn.Embedding)):
-            init.normal_(module.weight, std=std)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
         elif isinstance(module, ChannelConv):
             init.copy_(module.weight, module.initial_weight())
-        elif isinstance(module, nn.RMSNorm):
-            init.ones_(module.weight)
         elif isinstance(module, InitialWeights):
             module.reset_parameters()
         elif isinstance(module, TitansMixer):
             init.normal_(module.persistent, std=std)
             module.memory.tie_projections()  # after its projections, whose modules come first
+        else:
+            super()._init_weights(module)
 
 
 class TitansModel(TitansPreTrainedModel):
@@ -234,7 +237,7 @@ class TitansModel(TitansPreTrainedModel):
         documents = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "seq_idx": seq_idx}
         learns = self.memory_learning if cache is None or cache.learning is None else cache.learning
         layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, cache, learns)
-        if kwargs.get("output_surprise", getattr(self.config, "output_surprise", False)):  # as `capture_outputs` does
+        if kwargs.pop("output_surprise", getattr(self.config, "output_surprise", False)):  # as `capture_outputs` does
             layout = layout._replace(grid=replace(layout.grid, needs_surprise=True))
         hidden_states = inputs_embeds
         with undone_on_error(cache):
@@ -263,6 +266,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config: TitansConfig):
         super().__init__(config)
@@ -442,52 +446,6 @@ class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
             loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
         return QuestionAnsweringModelOutput(loss, start_logits, end_logits, outputs.hidden_states, outputs.attentions)
 
-
-class WholeHeads(TensorParallelLayer):
-    """Raises ValueError unless the numbers of heads of a mixer are multiples of the number of ranks."""
-
-    def install_forward(self, module, mesh):
-        names = ["memory_num_heads"] + ["num_key_value_heads"] * (module.config.variant != "lmm")
-        for name in names:
-            if (heads := getattr(module.config, name)) % mesh.size():
-                raise ValueError(f"`{name}` ({heads}) must be a multiple of the tensor parallel size ({mesh.size()}).")
-        return module
-
-
-class Heads(TensorParallelLayer):
-    """Splits parameters along their first dimension, which is ordered by heads."""
-
-    def shard_param(self, module, param, mesh):
-        whole = module._parameters[param]
-        part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-        module._parameters[param] = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
-
-    def should_use_local_tensors(self, module):
-        return True
-
-
-class SharedByHeads(TensorParallelLayer):
-    """Replicates parameters that all heads use. Their gradient is summed over the ranks, and thus over the heads, at
-    each use: summing the accumulated gradient, as `replicated_with_grad_allreduce` does, counts the first of several
-    backward passes twice.
-    """
-
-    @contextlib.contextmanager
-    def context_around_forward(self, module, mesh):
-        own = dict(module._parameters)
-        for name, parameter in own.items():
-            everywhere = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
-            module._parameters[name] = everywhere.to_local(grad_placements=[Partial()])
-        try:
-            yield
-        finally:
-            module._parameters.update(own)
-
-
-if torch.distributed.is_available():
-    ALL_PARALLEL_STYLES.register("titans_whole_heads", WholeHeads())
-    ALL_PARALLEL_STYLES.register("titans_heads", Heads())
-    ALL_PARALLEL_STYLES.register("titans_shared_by_heads", SharedByHeads())
 
 TitansModel.register_for_auto_class("AutoModel")
 TitansForCausalLM.register_for_auto_class("AutoModelForCausalLM")

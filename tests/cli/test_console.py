@@ -1,6 +1,7 @@
 """The command `titans-hf`: in a checkout, and as pip installs it, editable and from a wheel."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from byte_model import save_llama
 
 import titans_hf_console as console
 
@@ -43,14 +45,15 @@ def test_a_missing_package_names_the_extra(command, package, module, extra, monk
     with pytest.raises(SystemExit):
         call(monkeypatch, command, "--help")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(f': error: the package {package} is missing: pip install -e ".[{extra}]"')
+    assert line.endswith(f': error: the package {package} is missing: pip install "titans_hf[{extra}]"')
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_installation(tmp_path):
-    """A wheel has every file of the package. An editable installation is imported from the folder above a clone of its
-    name, where notebooks and scripts lie, and its command runs there."""
+    """A wheel has every file of the package, and README's Python runs from it in a folder with nothing but a stand-in
+    for SmolLM2. An editable installation is imported from the folder above a clone of its name, and its command runs
+    there."""
     source, python = tmp_path / "titans_hf", tmp_path / "env" / "bin" / "python"
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for file in filter(Path.is_file, ROOT.iterdir()):
@@ -63,8 +66,28 @@ def test_an_installation(tmp_path):
     venv.create(tmp_path / "env")
     (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
     (packages / "others.pth").write_text(str(Path(pytest.__file__).parents[1]))
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    folder = tmp_path / "empty"
+    save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", max_position_embeddings=8192, hidden_size=64)
+    subprocess.run([*pip, "--python", python, "install", *offline, wheel.filename], check=True)
+    page, shown_any = (ROOT / "README.md").read_text(encoding="utf-8"), False
+    for block, shown in re.findall(r"^```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", page, re.M | re.S):
+        done = subprocess.run([python, "-c", block], env=own, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
+        if shown and "SmolLM2" not in block:
+            assert done.stdout == shown
+            shown_any = True
+    assert shown_any
     subprocess.run([*pip, "--python", python, "install", *offline, "-e", source], check=True)
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = "import titans_hf, titans_hf.cli; print(titans_hf.__file__)"
     for command, said in (([python, "-c", code], str(source)), ([python.with_name("titans-hf"), "--version"], "0.1.0")):
         assert said in subprocess.run(command, env=own, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_path_of_what_the_package_brings(monkeypatch, capsys):
+    """`titans-hf --path NAME` prints a path that exists, and an error lists the names."""
+    for name in ("fsdp2.yaml", "tiny-mag.json", "recall-lmm"):
+        call(monkeypatch, "--path", name)
+        assert Path(capsys.readouterr().out.strip()).exists()
+    with pytest.raises(SystemExit):
+        call(monkeypatch, "--path", "fsdp3.yaml")
+    assert "there is no file fsdp3.yaml, only ddp.yaml, " in capsys.readouterr().err

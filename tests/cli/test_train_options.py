@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from unittest.mock import ANY
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_run import LLAMA, TITANS
 
 from titans_hf.cli import train
 from titans_hf.cli.training.model import load_config
+from titans_hf.cli.training.size import count_parameters
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 from titans_hf.cli.training.trainer_arguments import make_parser
 from titans_hf_console import RunArguments
@@ -80,3 +82,24 @@ def test_too_few_steps_are_warned_of(options, capsys):
     """A warning before training names --tokens_per_step if steps are few."""
     train.main(options(max_steps=None, eval_strategy="no", save_strategy="no", load_best_model_at_end="false"))
     assert re.search(r"steps: \d+, too few to learn from: give a smaller --tokens_per_step", capsys.readouterr().out)
+
+
+@in_one_test(
+    "config,overrides,fixed",
+    [
+        ("tiny-mag", "", {}),
+        ("tiny-llama", "", {}),
+        ("tiny-mag", "hidden_size=64", {"hidden_size": 64}),
+        ("tiny-mag", "intermediate_size=512", {"intermediate_size": 512}),
+    ],
+)
+def test_a_size_is_found(config, overrides, fixed):
+    """A new model has the parameters asked for, its MLPs in proportion, and keeps the width that was given."""
+    number = 600_000
+    run = RunArguments("", config=config, config_overrides=overrides, num_parameters=number)
+    made, before = load_config(run, byte_tokenizer()), load_config(replace(run, num_parameters=None), byte_tokenizer())
+    assert abs(count_parameters(made) / number - 1) < (0.15 if "intermediate_size" in fixed else 0.02)
+    assert fixed.items() <= made.to_dict().items()
+    if not fixed:
+        ratios = [x.intermediate_size / x.hidden_size for x in (made, before)]
+        assert ratios[0] == pytest.approx(ratios[1], rel=0.4) and made.hidden_size != before.hidden_size

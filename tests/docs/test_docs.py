@@ -21,6 +21,7 @@ import titans_hf
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eval" / "README.md"]
+PAGES += sorted((ROOT / "src" / "titans_hf" / "checkpoints").glob("*/README.md"))
 LOG = ROOT / "docs" / "dev" / "log.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What the commands write or is transformers' own, and so is no file of the project.

@@ -6,9 +6,9 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from eval.common.compared_models import count_parameters
 from scripts import bench, on_a_gpu
 from titans_hf import neural_memory
+from titans_hf.cli.training.size import count_parameters
 
 
 def run(tmp_path, *arguments):

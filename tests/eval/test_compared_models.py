@@ -10,6 +10,7 @@ from eval import tables
 from eval.common import compared_models as models
 from eval.common.records import read_records
 from eval.common.tables import with_interval
+from titans_hf.cli.training.size import count_parameters
 
 SIZES = {"hidden_size": 128, "vocab_size": 2048}
 RESULTS = Path(tables.__file__).parent / "results"
@@ -18,10 +19,10 @@ RESULTS = Path(tables.__file__).parent / "results"
 @pytest.mark.parametrize("name", ["mag", "mamba2"])
 def test_a_model_too_small_for_mlps_is_an_error(name):
     """The error says which size is possible, and that size is."""
-    with pytest.raises(ValueError, match=f"the parameters of {name} must be at least .*, but are 300000") as error:
+    with pytest.raises(ValueError, match=f"parameters of {name} must be at least .*, but is 300000") as error:
         models.fit_config(name, 300_000, SIZES)
     smallest = int(re.search(r"least (\d+)", str(error.value))[1])
-    assert models.count_parameters(models.fit_config(name, smallest, SIZES)) == smallest
+    assert count_parameters(models.fit_config(name, smallest, SIZES)) == smallest
 
 
 def test_rows_of_any_runs(capsys):

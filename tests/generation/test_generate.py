@@ -4,7 +4,7 @@ import pytest
 import torch
 from common import ATTENTIONS, TWO_VARIANTS, VARIANTS, assert_same, full_logits, left_pad, make_ids, shared_model
 from covering import covering
-from transformers import StaticCache
+from transformers import DynamicCache
 
 from titans_hf import TitansCache
 
@@ -76,10 +76,10 @@ def test_padding_after_an_end_is_not_read(variant, implementation, padded):
 
 
 def test_what_needs_another_cache_is_refused():
-    """A static cache, generate_batch() and a paged cache raise an error."""
+    """A cache of keys and values, generate_batch() and a paged cache raise an error."""
     model, ids = shared_model("mag"), make_ids(1, 5)
-    with pytest.raises(ValueError, match=r"`cache`.*TitansCache.*StaticCache"):
-        model.generate(ids, cache=StaticCache(model.config, max_cache_len=20), max_new_tokens=2, **GREEDY)
+    with pytest.raises(ValueError, match=r"`cache`.*TitansCache.*DynamicCache"):
+        model.generate(ids, cache=DynamicCache(), max_new_tokens=2, **GREEDY)
     with pytest.raises(NotImplementedError, match=r"generate\(\)"):
         model.generate_batch([[1, 2, 3]], max_new_tokens=2)
     with pytest.raises(NotImplementedError, match=r"generate\(\)"):

@@ -38,6 +38,17 @@ def test_a_registered_function_gets_its_form_of_masks_and_arguments(variant, for
     assert len(found) >= 2 and set(found) == {30.0}
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_registered_function_gets_the_keywords_of_transformers_alone(variant):
+    """A function without `**kwargs` can be registered, as with every model of Transformers."""
+
+    def attention(module, query, key, value, attention_mask, scaling, dropout=0.0):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling)
+
+    ids, model = make_ids(2, 40), make_model(variant, attention=register("strict", attention, sdpa_mask))
+    assert_same(full_logits(model, ids), full_logits(make_model(variant), ids))
+
+
 @pytest.mark.parametrize("mask", [None, flash_attention_mask])
 def test_an_implementation_without_masks_is_refused(mask):
     """An implementation that is registered without a form of masks raises an error."""

@@ -1,12 +1,14 @@
 """The configuration: wrong values are refused by name, and left out fields are derived as documented."""
 
 import json
+import re
+from functools import partial
 
 import pytest
 from common import PAPER, make_config, make_ids, make_model, shared_model
 from covering import in_one_test
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, DynamicCache, StaticCache
 from transformers.testing_utils import CaptureLogger
 
 from titans_hf import TitansConfig, TitansForCausalLM, TitansTimeSeriesConfig
@@ -156,11 +158,11 @@ def test_sizes_that_do_not_fit_are_refused_by_name(changes):
 
 @in_one_test("name,value", [("memory_max_lr", -1.0), ("segment_length", 12)])
 def test_a_value_that_is_set_later_is_refused_too(name, value, tmp_path):
-    """A model refuses a wrong value by its name, set on a config or given to `from_pretrained`."""
+    """A wrong value is refused by its name: set on a config, by the config or its model, or given beside a folder."""
     shared_model("mac", segment_length=16, memory_chunk_size=8).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-    setattr(config, name, value)
     with pytest.raises(REFUSALS, match=name):
+        setattr(config, name, value)
         TitansForCausalLM(config)
     with pytest.raises(REFUSALS, match=name):
         TitansForCausalLM.from_pretrained(tmp_path, **{name: value})
@@ -179,20 +181,30 @@ def test_other_spellings_of_rope_parameters(variant):
     assert given == {"rope_theta": 7.0}
 
 
-def test_layers_are_of_transformers_kinds():
-    """A cache of Transformers has layers with a state, and a window or segment where the variant has one."""
-    window = "AndSlidingWindowAttention"
-    for variant, attention in {"mac": "AndFullAttention", "mag": window, "mal": window, "lmm": ""}.items():
-        layers = DynamicCache(config=make_config(variant)).layers
-        assert [type(x).__name__ for x in layers] == [f"LinearAttention{attention}Layer"] * 2
+def test_a_cache_of_transformers_is_refused_at_once():
+    """Transformers' caches, which no Titans reads, are refused where they are made, and the right class is named."""
+    config = make_config("mag")
+    for make in (DynamicCache, partial(StaticCache, max_cache_len=9)):
+        with pytest.raises(ValueError, match=r"reads a `titans_hf.TitansCache\(config\)` and no other cache"):
+            make(config=config)
+
+
+def test_plans_are_dictionaries_of_strings():
+    """The plans name each projection of every variant once, and stages of a pipeline in the order of the model."""
+    for variant in ("mac", "lmm"):
+        model = make_model(variant)
+        names = {re.sub(r"\d+", "*", name) for name, _ in model.model.named_modules()}
+        split = {name for name in names if name.endswith(("_proj", "_conv", "momentum", "forget", "inner_lr"))}
+        assert split == {x for x in TitansConfig.base_model_tp_plan if x in names and "norm" not in x} - {
+            *("layers.*.mixer", "layers.*.mixer.memory.initial_weights")
+        }
+        assert list(model.pp_plan) == ["lm_head", "model.embed_tokens", "model.layers", "model.norm"]
 
 
 def test_the_memory_alone_has_no_attention():
     """LMM accepts attention sizes that the other variants refuse."""
     sizes = dict(hidden_size=8, num_attention_heads=16, memory_num_heads=2, num_key_value_heads=None)
     assert make_model("lmm", **sizes)(make_ids(1, 9)).logits.shape == (1, 9, 50)
-    with pytest.raises(StrictDataclassError, match="head_dim"):
-        make_config("mag", **sizes)
 
 
 def test_the_context_has_no_limit():

@@ -104,6 +104,12 @@ def test_a_new_model(changes, variant):
     check_initial_values(TitansForCausalLM(make_config(variant, **SIZES | changes)))
 
 
+def test_the_embedding_of_padding_starts_at_zero():
+    """Only the padding's row of a new embedding is 0, as in every model of Transformers."""
+    weight = TitansForCausalLM(make_config("lmm", pad_token_id=3)).model.embed_tokens.weight
+    assert (weight == 0).all(1).nonzero().tolist() == [[3]]
+
+
 @covering(1, {"variant": ATTENTIONS, "changes": [{}, PAPER]})
 def test_a_new_model_predicts_at_chance_and_its_gradients_are_alike(variant, changes):
     """A new model's loss is that of a uniform guess, and no first gradient exceeds 30 times the output layer's."""

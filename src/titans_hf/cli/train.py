@@ -26,7 +26,7 @@ from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.training.checkpoints import RunFacts, find_checkpoint, how_to_go_on
 from titans_hf.cli.training.data import Blocks, PackedBlocks, RepeatedPassages, collate, load_blocks
-from titans_hf.cli.training.model import freeze_all_but_memory, load_config
+from titans_hf.cli.training.model import freeze_all_but_memory, load_config, refuse_unknown
 from titans_hf.cli.training.run_folder import CardTrainer, describe, save_results
 from titans_hf.cli.training.tokenizer import load_tokenizer
 from titans_hf.cli.training.trainer_arguments import TrainingArguments, make_parser
@@ -65,6 +65,8 @@ def check_arguments(run: RunArguments, training: TrainingArguments) -> None:
     check_minimums(training, per_device_train_batch_size=1, per_device_eval_batch_size=1, gradient_accumulation_steps=1)
     if (run.config is None) == (run.model_name_or_path is None) or (run.config and run.tokenizer is None):
         raise ValueError("give either --config and --tokenizer, to train from scratch, or --model_name_or_path")
+    if run.num_parameters is not None and run.config is None:
+        raise ValueError("--num_parameters is the size of a new model: give --config in place of --model_name_or_path")
     if training.hub_token:  # Trainer would write the token to training_args.bin, and push it
         os.environ["HF_TOKEN"], training.hub_token = training.hub_token, None
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -112,8 +114,9 @@ def make_trainer(
 
 def train(argv: list[str] | None) -> dict[str, float]:
     """Trains and saves the model; returns its metrics."""
-    run, training = make_parser().parse_args_into_dataclasses(argv)
+    run, training, others = make_parser().parse_args_into_dataclasses(argv, return_remaining_strings=True)
     check_arguments(run, training)
+    refuse_unknown(others, run)
     checkpoint = find_checkpoint(training)
     named = "--tokenizer" if run.tokenizer else "--model_name_or_path"
     tokenizer = load_tokenizer(run.tokenizer or run.model_name_or_path, named)

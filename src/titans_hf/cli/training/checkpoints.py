@@ -42,13 +42,15 @@ class RunFacts(TrainerCallback, ExportableState):
             )
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.global_step >= state.max_steps:  # Trainer would make one step more
-            raise ValueError(f"the checkpoint has made all {state.max_steps} steps: give more, or another --output_dir")
         if state.is_world_process_zero:
             few = args.max_steps < 1 and state.max_steps < FEW_STEPS
             print(*[f"{name}: {self.facts[name]}" for name in ("model_type", "parameters", *COMPARED)], sep="\n")
             hint = ", too few to learn from: give a smaller --tokens_per_step or more --num_train_epochs"
             print(f"steps: {state.max_steps}{hint * few}")
+            if state.global_step >= state.max_steps:
+                print("all steps have been made: only the final files are written")
+            elif state.global_step:
+                print(f"goes on after step {state.global_step}")
 
 
 def find_checkpoint(args: TrainingArguments) -> str | None:

@@ -24,6 +24,11 @@ class CardTrainer(Trainer):
     Trainer's own mean over sequences would give a short last block the weight of a full one.
     """
 
+    def _run_epoch(self, *args, **kwargs) -> None:
+        """Reads an epoch, unless a run has been resumed after its last step: Trainer would make one step more."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args, **kwargs) -> Any:
         return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
 
