@@ -37,6 +37,7 @@ OPTIONS = {
     **dict.fromkeys(("titans-hf serve", "transformers chat", "titans-hf lm-eval run .*--metadata")),
     ".*--tasks lambada": None,
     **dict.fromkeys(("python -m scripts.bench gpu --output", "python -m scripts.bench decode --compile")),
+    "python -m eval.pages": None,  # writes the pages of the checkout; tests/eval/test_pages.py compares them
     "python -m scripts.bench (memory|gpu)": "",
     "python -m scripts.bench models": "--lengths 32 --size tiny --repeats 1",
     "python -m scripts.bench decode": "--contexts 32 --steps 2 --size tiny",
