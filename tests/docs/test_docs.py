@@ -185,9 +185,10 @@ def stage(tmp_path_factory):
     (folder / "my_chats" / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 32)
     smol = folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
     save_llama(smol, max_position_embeddings=8192, hidden_size=64)
-    shutil.copy(ROOT / "src" / "titans_hf" / "cli" / "configs" / "chat_template.jinja", smol)
-    for name in ("runs/first", "you/your-model"):
+    for name in ("runs/first", "runs/tuned", "runs/chat", "you/your-model"):
         save_byte_model(folder / name, "mag")
+    for model in (smol, folder / "runs" / "chat"):
+        shutil.copy(ROOT / "src" / "titans_hf" / "cli" / "configs" / "chat_template.jinja", model)
     return folder
 
 
