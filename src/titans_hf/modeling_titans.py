@@ -1,5 +1,6 @@
 """Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -34,7 +35,15 @@ from .cache_titans import TitansCache, check_cache_class, undone_on_error
 from .configuration_titans import TitansConfig, check_config
 from .generation_titans import TitansGenerationMixin
 from .mixers_titans import LayerSurprise, TitansMixer, make_mixer
-from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TitansRMSNorm, TokenGate
+from .neural_memory import (
+    OUTPUT_SCALE,
+    ChannelConv,
+    InitialWeights,
+    NeuralMemory,
+    OutputProjection,
+    TitansRMSNorm,
+    TokenGate,
+)
 from .parallel_titans import register_parallel_styles
 from .token_grid import TokenLayout, check_inputs
 
@@ -136,6 +145,18 @@ class TitansPreTrainedModel(PreTrainedModel):
         "attentions": OutputRecorder(TitansMixer, index=1),
         "surprise": OutputRecorder(TitansMixer, index=2),
     }
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
+        """Saves as every model of Transformers. Raises ValueError for a memory with a network or an inner loss of one's
+        own, which no config can name: the checkpoint would be read by another rule.
+        """
+        for name, module in self.named_modules():
+            if isinstance(module, NeuralMemory) and (own := module.functions_of_its_own):
+                raise ValueError(
+                    f"The model cannot be saved: the {' and the '.join(own)} of {name} is a function of your own, "
+                    "which config.json cannot name. Save `model.state_dict()`, and set the function anew after loading."
+                )
+        super().save_pretrained(save_directory, **kwargs)
 
     @property
     def memory_learning(self) -> bool:
