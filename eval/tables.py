@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from eval.common.records import read_records
-from eval.common.tables import plot_runs, report_of_rows
+from eval.common.tables import report_of_rows
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf_console import HelpFormatter
 
@@ -23,7 +23,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--each_seed", action="store_true", help="each seed's result instead of their mean; not of DNA and forecasts"
     )
-    parser.add_argument("--plot", type=Path, help="a picture: a panel for each row, a line for each run")
     args = parser.parse_args(argv)
     records = read_records(args.runs)
     benchmarks = {record.get("benchmark") for record in records}
@@ -39,9 +38,6 @@ def main(argv: list[str] | None = None) -> None:
     else:
         report = report_of_rows(shown, args.baselines, args.each_seed)
     print("\n\n".join(report))
-    if args.plot:
-        order = args.rows or sorted(rows)
-        plot_runs(sorted(shown, key=lambda record: order.index(record["run"]["row"])), args.plot)
 
 
 if __name__ == "__main__":

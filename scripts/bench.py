@@ -35,7 +35,7 @@ from eval.common.compared_models import VARIANTS, fit_config, parse_settings
 from eval.common.records import append_record, describe_commit
 from scripts import memory_alone, on_a_gpu
 from scripts.measure import least_seconds, peak_bytes, seconds, unless_out_of_memory
-from titans_hf import MemoryCache, TitansConfig
+from titans_hf import MemoryCache, Passages, TitansConfig
 from titans_hf import remember as give_memory
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import run_command
@@ -62,7 +62,7 @@ REMEMBERING = {  # the configurations of Llama-3.2-1B and Qwen3-1.7B, and small 
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 259}
 FULL_ATTENTION = "full attention"
-MEMORIES = {FULL_ATTENTION: None, "window": (), "fast weights": ("fast_weights",), "all": ("fast_weights", "list")}
+MEMORIES = (FULL_ATTENTION, "window", "passages")
 WINDOWS_READ = 4  # windows that a model with a memory has read: later tokens cost as much
 CHECKED_TOKENS, READ_TOKENS, TOKENS_PER_CALL = 200, 256, 4096
 COUNTS = ("lengths", "repeats", "contexts", "steps", "pieces", "tokens", "heads", "batch_size")
@@ -174,8 +174,8 @@ def make_remembering(name: str, memory: str, args: argparse.Namespace) -> PreTra
     config = AutoConfig.for_model(name, **SHAPE | sizes | {"max_position_embeddings": 1 << 20})
     with args.device:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
-    parts = MEMORIES[memory]
-    return model if parts is None else give_memory(model, window=args.window, memory=parts, first_token=2)
+    passages = Passages() if memory == "passages" else None
+    return model if memory == FULL_ATTENTION else give_memory(model, args.window, passages=passages, first_token=2)
 
 
 def remember(args: argparse.Namespace) -> Iterator[dict]:
@@ -192,7 +192,6 @@ def remember(args: argparse.Namespace) -> Iterator[dict]:
                 row = {"model": name, "memory": memory, "context": context, "piece": piece}
                 row["read tokens/s"] = args.batch_size * args.tokens / least_seconds(run, args.device, 1)
                 rows.append(row | {"read peak MB": peak_bytes(run, args.device) / 1e6})
-            # After reading, because single tokens would move the pieces away from the chunks of fast weights.
             step = partial(read, model, draw_tokens(model, 1, args.batch_size), **given)
             decoding = 1e3 * median(seconds(step, args.device) for _ in range(args.steps + 3))
             yield from (row | {"decode ms/token": decoding, "cache MB": held / 1e6} for row in rows)

@@ -129,29 +129,6 @@ def train_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{x.name}", required=needed, default=default, help=x.metadata["help"])
 
 
-def fit_options(parser: argparse.ArgumentParser) -> None:
-    """Fits a memory to texts for any causal language model: no weight of the model is trained.
-
-    titans-hf fit HuggingFaceTB/SmolLM2-135M-Instruct --text books/ --output my-adapter
-
-    The output is an adapter of 1 to 3 MB, which `remember`, `AutoModelForCausalLM` and the other commands load with its
-    model. Texts of the kind that the model is to read serve best. After an interruption, the same command continues.
-    --tokens 8000 is a fit of minutes.
-    """
-    parser.add_argument("model", metavar="MODEL", help="a causal language model: a folder or a name on the Hub")
-    parser.add_argument("--text", nargs="+", required=True, help="files, or folders of files, to fit the memory to")
-    parser.add_argument("--output", type=Path, required=True, help="a new folder for the adapter")
-    window = "tokens that a token attends to, itself included (default: 1024; a Titans has its own)"
-    parser.add_argument("--window", type=int, help=window)
-    parser.add_argument("--tokens", type=int, default=90_000, help="tokens of text to read, from all files together")
-    parser.add_argument("--length", type=int, default=6144, help="tokens of a text's part, which is read by itself")
-    parser.add_argument("--rank", type=int, default=8, help="rank of the fast weights")
-    parser.add_argument("--entries", type=int, help="fits a list of so many surprising tokens too, such as 5400")
-    parser.add_argument("--licence", help="the adapter's licence, for its card, such as apache-2.0")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the parts and of the fit")
-    parser.add_argument("--device", help=DEVICE_HELP)
-
-
 def merge_options(parser: argparse.ArgumentParser) -> None:
     """Merges an adapter (LoRA) into the weights of the model that it was trained on, and saves model and tokenizer.
 
@@ -162,11 +139,10 @@ def merge_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds MODEL, --adapter, --window and --device to a command that reads with a memory."""
-    text = "a Titans, any causal language model, or an adapter of `titans-hf fit`: a folder or a name on the Hub"
+    """Adds MODEL, --window and --device to a command that reads with a memory."""
+    text = "a Titans, or any causal language model: a folder or a name on the Hub"
     parser.add_argument("model", metavar="MODEL", help=text)
-    parser.add_argument("--adapter", help="for a MODEL other than a Titans: the fitted memory, a folder or a name")
-    parser.add_argument("--window", type=int, help="for a MODEL other than a Titans: default the adapter's, or 1024")
+    parser.add_argument("--window", type=int, help="tokens in sight of a MODEL other than a Titans (default: 1024)")
     parser.add_argument("--device", help=DEVICE_HELP)
 
 
@@ -227,44 +203,6 @@ def surprise_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help=DEVICE_HELP)
 
 
-FORECAST_TRAINING = {  # options: their defaults and helps
-    "look_back": (96, "rows that a forecast reads, a multiple of 8"),
-    "cycle_length": (0, "rows of a cycle, such as 24 for hourly rows; 0: none"),
-    "loss": ("mse", "mse, the squared error, or mae, the absolute error"),
-    "validation": (0.2, "share of the rows, at the end, that chooses the weights"),
-    "learning_rate": (3e-3, "AdamW's learning rate at first; it falls to 0 as a cosine"),
-    "batch_size": (32, "windows of a training step, and of a step of the evaluation; each has all columns"),
-    "max_steps": (1000, "training steps at most"),
-    "eval_steps": (100, "training steps between two evaluations"),
-    "patience": (3, "evaluations without a lower validation loss that end the training"),
-    "seed": (0, "seed of the weights and of the order of windows"),
-}
-
-
-def forecast_options(parser: argparse.ArgumentParser) -> None:
-    """Trains a Titans on the time series of a CSV file, or loads it, and writes the values that follow.
-
-        titans-hf forecast load.csv --horizon 96 --output runs/load
-        titans-hf forecast load-of-today.csv --model runs/load --output runs/load-of-today
-
-    The file has a column of dates and one for each channel. The values are written to forecast.csv, in the units of
-    the file, and drawn in forecast.png. The last rows of a file that a model is trained on choose its weights
-    (--validation).
-    """
-    parser.add_argument("data", type=Path, metavar="DATA.csv", help="a column of dates, and one for each channel")
-    parser.add_argument("--output", type=Path, required=True, help="folder of forecast.csv, the picture and the model")
-    parser.add_argument("--horizon", type=int, help="rows to forecast; default with --model: as in training")
-    parser.add_argument("--model", type=Path, help="folder of a model of this command: nothing is trained")
-    parser.add_argument("--time_column", help="name of the column of dates; default: the first column")
-    parser.add_argument(
-        "--date_format", help="format of dates that are not as 2020-01-31: %%d/%%m/%%Y, or s, ms, ... since 1970"
-    )
-    training = parser.add_argument_group("training (not with --model)")
-    for name, (default, text) in FORECAST_TRAINING.items():
-        choices = ("mse", "mae") if name == "loss" else None
-        training.add_argument(f"--{name}", type=type(default), default=default, choices=choices, help=text)
-
-
 def demo_options(parser: argparse.ArgumentParser) -> None:
     """Trains two small models on key-value recall within minutes, then asks both at growing distances.
 
@@ -285,13 +223,11 @@ def demo_options(parser: argparse.ArgumentParser) -> None:
 # None where transformers and lm-eval parse them.
 COMMANDS = {
     "train": ("titans_hf.cli.train", "train or fine-tune a causal language model", "train", train_options),
-    "fit": ("titans_hf.cli.fit", "fit a memory to texts, for any causal language model", None, fit_options),
     "merge": ("titans_hf.cli.merge", "merge a LoRA adapter into its model", "finetune", merge_options),
     "read": ("titans_hf.cli.read", "read texts into a memory and save it", "train", read_options),
     "ask": ("titans_hf.cli.ask", "answer prompts from a saved memory", "train", ask_options),
     "surprise": ("titans_hf.cli.surprise", "show how much each word changed the memory", "train", surprise_options),
     "serve": ("titans_hf.cli.serve", "serve a checkpoint over HTTP, with OpenAI's API", "serve", None),
-    "forecast": ("titans_hf.cli.forecast", "forecast the time series of a CSV file", "train", forecast_options),
     "lm-eval": ("titans_hf.cli.lm_eval_command", "run lm-eval's own command line, for any task", "eval", None),
     "demo": ("titans_hf.cli.demo", "train two small models and compare their recall", "demo", demo_options),
 }

@@ -7,12 +7,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 from scipy.stats import t as student
 
-from eval.common.compared_models import VARIANTS
 from eval.common.records import Record
-from titans_hf.cli.shared.figures import save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
 NO_RESULTS = ["parameters", "minutes"]  # beside the results of early runs
@@ -73,20 +70,3 @@ def report_of_rows(records: list[Record], baselines: list[str], each_seed: bool)
         lines = [line_of(name, change, "+.3f") for name, change in changes.items()]
         parts.append(markdown_table([*names, f"seeds, less {baseline}", *results], lines))
     return parts
-
-
-def plot_runs(records: list[Record], path: Path) -> None:
-    """Draws a panel for each row, with a line for each run: its results by the numbers that they are named by."""
-    rows = list(dict.fromkeys(record["run"]["row"] for record in records))
-    figure = Figure(figsize=(2.4 * len(rows), 2.6), layout="constrained")
-    for axes, row in zip(figure.subplots(1, len(rows), sharey=True, squeeze=False)[0], rows, strict=True):
-        for record in (x for x in records if x["run"]["row"] == row):
-            points = {int(name): x for name, x in record["result"].items() if name.isdigit()}
-            ours = row.startswith(VARIANTS)
-            axes.plot(*zip(*points.items(), strict=True), "o-", color="tab:red" if ours else "gray", markersize=4)
-        axes.set_xscale("log")
-        title = row.replace("-off", ", memory off").replace("-late", ", our start")
-        axes.set(title=title, ylim=(-0.05, 1.05), xticks=list(points), xticklabels=list(points))
-        axes.minorticks_off()
-    figure.supxlabel("tokens between fact and question", fontsize=9), figure.supylabel("recall", fontsize=9)
-    save_figure(figure, path)

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction
 
 from eval.common.compared_models import VARIANTS, num_trained
+from eval.common.fitting import fit
 from eval.common.harness import check_options, make_parser, record_run
 from eval.common.records import Record, read_records
 from eval.dna import tables
@@ -27,7 +28,6 @@ from eval.dna.models import NAMES, OFF, build_model
 from eval.dna.sequences import END, PAD, TOKENS, Fold, make_folds, read_sequences
 from titans_hf import TitansConfig
 from titans_hf.cli.shared.command_line import run_command
-from titans_hf.cli.shared.fitting import fit
 
 # Of every model but the CNN; Mamba2 has more layers.
 SHAPE = {"parameters": 30_000, "hidden_size": 32, "num_hidden_layers": 2}

@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from eval.common.compared_models import num_trained
+from eval.common.fitting import fit_forecaster
 from eval.common.harness import check_options, make_parser, record_run
 from eval.common.records import read_records
 from eval.forecasting import tables
 from eval.forecasting.models import MODELS
+from eval.forecasting.series import Windows, digest_of, read_series, split_series
 from titans_hf import TitansTimeSeriesConfig
 from titans_hf.cli.shared.command_line import run_command
-from titans_hf.cli.shared.fitting import fit_forecaster
-from titans_hf.cli.shared.time_series import Windows, digest_of, read_series, split_series
 
 POSITIVE = {"look_back": 96, "max_steps": 1000, "eval_steps": 100, "patience": 3}
 FIELDS = (*POSITIVE, "batch_size", "cycle_length", "learning_rate", "split")  # of a run, by the options' names
@@ -41,7 +41,7 @@ def make_splits(series: pd.DataFrame, months: list[float], look_back: int, horiz
     if last > len(series):
         raise ValueError(f"--split {' '.join(map(str, months))}: the parts end after {ends} of {len(series)} rows")
     rows = {"training": range(first), "validation": range(first, second), "test": range(second, last)}
-    return split_series(series, rows, look_back, horizon)[0]
+    return split_series(series, rows, look_back, horizon)
 
 
 @torch.inference_mode()

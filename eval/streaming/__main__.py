@@ -1,21 +1,22 @@
-"""What a frozen model remembers: the loss of texts, facts, needles and chats by each way to read beyond a window.
+"""What a frozen model remembers: facts, needles and chats by each way to read beyond a window.
 
-    python -m eval.streaming MODEL --methods window full passages --data novels --text data/books/test \\
-        --output eval/results/streaming.jsonl
-    python -m eval.streaming --output eval/results/streaming.jsonl --plot docs/streaming.png   # the tables
+    python -m eval.streaming MODEL --task facts --methods window full passages --text data/books/test \\
+        --output runs/streaming.jsonl
+    python -m eval.streaming --output runs/streaming.jsonl   # the tables
 
 Every text is read in pieces, as a stream. With --task
 
-    loss       each --text is scored token by token       ruler      needles, of --kinds
-    facts      20 are told, a text is read, 20 questions   babilong   qa1 to qa3 of --stories, in the first --text
-    chat       12 conversations: new answers, and the log probability of given ones
-    told       a chat that tells 20 facts, reads a text, and asks for each in a branch
+    facts      20 are told, a text is read, 20 questions   ruler      needles, of --kinds
+    chat       12 conversations: new answers, and the      babilong   qa1 to qa3 of --stories, in the first --text
+               log probability of given ones               told       a chat that tells 20 facts, reads a text, and
+                                                                      asks for each in a branch
 
 Methods:
 
-    full       attention to all tokens                     window     --window tokens and a sink
-    search     the token after the longest match           pasted     the passage as text in a fresh window
-    passages, fast, fast-passages, both                    titans_hf.remember; both: fast weights and list
+    full         attention to all tokens                   window      --window tokens and a sink
+    passages     titans_hf.remember                        search      the token after the longest match
+    retrieved    plain retrieval: the passages that `remember` would choose, and the question alone
+    bm25         plain retrieval: the best --sentences by BM25, and the question alone
 """
 
 import argparse
@@ -27,29 +28,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.common.records import append_record, describe_commit, read_records
 from eval.streaming import readers, ruler
-from eval.streaming.tables import plot, tables
-from eval.streaming.tasks import LENGTHS, make_tasks, perform
+from eval.streaming.tables import tables
+from eval.streaming.tasks import LENGTHS, digest, make_tasks, perform
+from titans_hf import Passages
 from titans_hf.cli.shared.command_line import run_command
 
 BENCHMARK = "streaming"
-REMEMBER = {
-    "window": (),
-    "passages": ("passages",),
-    "fast": ("fast_weights",),
-    "fast-passages": ("fast_weights", "passages"),
-    "both": ("fast_weights", "list"),
+METHODS = {
+    "full": lambda model, *_: readers.Reader(model),
+    "window": lambda model, _, args: readers.Remember(model, args.window, None),
+    "passages": lambda model, _, args: readers.Remember(model, args.window, Passages()),
+    "search": lambda model, _, args: readers.Search(model, args.window),
+    "retrieved": lambda model, tokenizer, _: readers.RetrievedPassages(model, tokenizer),
+    "bm25": lambda model, tokenizer, args: readers.RetrievedSentences(model, tokenizer, args.sentences),
 }
-OTHERS = {"full": readers.Reader, "search": readers.Search, "pasted": readers.Pasted}
-METHODS = (*OTHERS, *REMEMBER)
-
-
-def make_reader(name: str, args: argparse.Namespace) -> readers.Reader:
-    """Loads the model anew, and makes a reader of it."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
-    if name in OTHERS:
-        return readers.Reader(model) if name == "full" else OTHERS[name](model, args.window)
-    options = {"adapter": args.adapter} if args.adapter and "fast_weights" in REMEMBER[name] else {}
-    return readers.Remember(model, args.window, REMEMBER[name], **options)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -61,13 +53,16 @@ def run(args: argparse.Namespace) -> None:
         about = {"task": args.task, "data": args.data, "window": args.window, "seed": args.seed}
         done = [x["run"] for x in read_records(args.output, BENCHMARK)]
         left = [x for x in tasks if about | {"text": x.text, "method": method} not in done]
-        reader = make_reader(name, args) if left else None
+        if left:
+            model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
+            reader = METHODS[name](model, tokenizer, args)
         for task in left:
             begin = time.process_time()
             result, state_bytes, tokens = perform(task, reader, tokenizer)
             seconds = round(time.process_time() - begin, 1)
             config = reader.settings | {"model": Path(args.model).name}
             line = {"run": about | {"text": task.text, "method": method}, "config": config, "tokens": tokens}
+            line["digest"] = digest(task)
             line |= {"bytes": state_bytes, "seconds": seconds, "commit": describe_commit(), "result": result}
             append_record({"benchmark": BENCHMARK, **line}, args.output)
             print(f"{method}, {task.text}: {seconds:.0f} s of a processor", flush=True)
@@ -77,22 +72,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder or a name on the Hub; without: the tables")
     parser.add_argument("--methods", nargs="+", default=["window", "full"], choices=METHODS, metavar="METHOD")
-    parser.add_argument("--task", choices=["loss", "facts", "ruler", "babilong", "chat", "told"], default="loss")
+    parser.add_argument("--task", choices=["facts", "ruler", "babilong", "chat", "told"], default="facts")
     parser.add_argument("--kinds", nargs="+", choices=ruler.KINDS, default=list(ruler.KINDS), metavar="KIND")
     parser.add_argument("--number", type=int, default=12, help="prompts or stories of a kind, told chats")
     parser.add_argument("--stories", type=Path, help="the folder of bAbI's files, with --task babilong")
     parser.add_argument("--data", default="texts", help="the name of the texts in the record")
     parser.add_argument("--text", type=Path, nargs="+", help="files or folders; a .raw file is cut into its articles")
     parser.add_argument("--place", type=float, default=0.1, help="where in a text its first token is: a share")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a text with --task loss")
     parser.add_argument("--lengths", type=int, nargs="+", help=f"tokens of fillers or prompts: {LENGTHS}")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the frozen weights")
-    parser.add_argument("--adapter", type=Path, help="fitted fast weights")
-    parser.add_argument("--label", help="added to the methods' names in the record, such as the name of the adapter")
-    parser.add_argument("--seed", type=int, default=0, help="of facts and needles; with --task loss, of the adapter")
+    parser.add_argument("--sentences", type=int, default=3, help="that `bm25` reads")
+    parser.add_argument("--label", help="added to the methods' names in the record")
+    parser.add_argument("--seed", type=int, default=0, help="of facts and needles")
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
-    parser.add_argument("--plot", type=Path, help="a file for the picture")
     args = parser.parse_args(argv)
     if args.model:
         needed = ("text", "stories")[: 1 + (args.task == "babilong")]
@@ -101,10 +94,7 @@ def main(argv: list[str] | None = None) -> None:
         args.lengths = LENGTHS.get(args.task, []) if args.lengths is None else args.lengths
         run(args)
         return
-    records = read_records(args.output, BENCHMARK)
-    print("\n\n".join(tables(records)))
-    if args.plot:
-        plot(records, args.plot)
+    print("\n\n".join(tables(read_records(args.output, BENCHMARK))))
 
 
 if __name__ == "__main__":

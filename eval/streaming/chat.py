@@ -40,9 +40,10 @@ class Chat:
         self.reader, self.tokenizer, self.read, self.said = reader, tokenizer, "", []
 
     def prompt(self, messages: list[str], answer: bool = True) -> Tensor:
-        """Returns the ids (T,) of the messages, of user and assistant in turn, after what was read; with the header of
-        an answer.
+        """Begins a prompt, and returns its ids (T,): the messages, of user and assistant in turn, after what was read,
+        with the header of an answer.
         """
+        self.reader.start_prompt(messages[-1])
         roles = [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(messages)]
         whole = self.tokenizer.apply_chat_template(roles, tokenize=False, add_generation_prompt=answer)
         ids = tensor(self.tokenizer(whole.removeprefix(self.read), add_special_tokens=False).input_ids)
@@ -76,6 +77,7 @@ def answers(reader: Reader, number: int, text: str, tokenizer: PreTrainedTokeniz
     for turn, line in enumerate(told):
         ids = talk.prompt(messages(told[:turn]))
         answer = tensor(tokenizer(line, add_special_tokens=False).input_ids)
+        reader.begin_question()
         reader.read_on(ids[:-1])
         log_p = reader.after(torch.cat([ids[-1:], answer[:-1]])).gather(1, answer[:, None])
         given.append(round(log_p.mean().item(), 4))

@@ -27,6 +27,7 @@ class Answer(NamedTuple):
     """A question's place in a text and what would be right."""
 
     kind: str
+    asked: int  # the first token of the question
     begin: int  # the first token of the answer
     end: int
     value: str  # the right value; of an absent one, one that was told of another
@@ -79,8 +80,8 @@ def make_text(filler: str, tokenizer: PreTrainedTokenizerBase, seed: str) -> tup
 
     add(f"{' '.join(told)}\n\n{filler}\n\n")
     for kind, question, value, values in questions:
-        begin = add(question)
-        answers.append(Answer(kind, begin, add(f" {value}"), value, values))
+        asked, begin = len(ids), add(question)
+        answers.append(Answer(kind, asked, begin, add(f" {value}"), value, values))
         add(". ")
     return tensor(ids), answers
 

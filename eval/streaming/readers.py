@@ -5,25 +5,29 @@
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
+from itertools import groupby
 
+import numpy as np
 import torch
+from sklearn.feature_extraction.text import CountVectorizer
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import StoppingCriteriaList
 
-from titans_hf.remember import MemoryCache, remember
-from titans_hf.remember.parts import end_tokens
-from titans_hf.remember.passages import Passages
+from eval.streaming.babilong import split_sentences
+from titans_hf import MemoryCache, Passages, remember
+from titans_hf.cli.shared.text_ids import end_tokens
 
 LONGEST, CERTAIN = 16, 0.99  # tokens of a match, and the probability of the token after it
 TOKEN_BYTES = 4  # of a token of a text
 
 
 class Reader:
-    """Full attention; a window, a longer one too, is a memory without parts (`Remember`)."""
+    """Full attention; a window, a longer one too, is a memory without passages (`Remember`)."""
 
     piece = 256  # tokens of a call
     copied = staticmethod(copy.deepcopy)  # a cache for a branch
@@ -39,6 +43,9 @@ class Reader:
     def begin(self) -> None:
         """Forgets the text."""
         self.cache, self.start = DynamicCache(), 0
+
+    def start_prompt(self, message: str | None = None) -> None:
+        """Says that a question begins with the next token; message: its text, where it is a message of a chat."""
 
     def state_bytes(self) -> int:
         """Returns the bytes of what is kept of the text."""
@@ -87,19 +94,21 @@ class Remember(Reader):
     piece = 512
     copied = staticmethod(copy.copy)  # a MemoryCache is a value
 
-    def __init__(self, model: PreTrainedModel, window: int, memory: tuple[str, ...], **options):
+    def __init__(self, model: PreTrainedModel, window: int, passages: Passages | None):
         super().__init__(model)
-        self.window, self.recalls = window, "passages" in memory
-        self.settings |= {name: Path(x).name for name, x in options.items()}
-        remember(model, window, memory, **options)
+        self.window, self.recalls = window, passages is not None
+        remember(model, window, passages=passages)
 
     def begin(self) -> None:
         self.cache, self.start = MemoryCache(self.model), 0
 
+    def start_prompt(self, message: str | None = None) -> None:
+        self.cache.start_prompt()
+
     def state_bytes(self) -> int:
-        """Returns the bytes of keys and values, and of the parts of the memory."""
+        """Returns the bytes of keys and values, and of the text."""
         held = min(self.start, self.window + self.model.memory.extra_columns)
-        return held * self.column_bytes + sum(x.numel() * x.element_size() for x in self.cache.state.values())
+        return held * self.column_bytes + self.cache.num_bytes()["text"]
 
     @torch.no_grad()
     def after(self, ids: Tensor) -> Tensor:
@@ -110,7 +119,7 @@ class Remember(Reader):
 
     def generate(self, ids: Tensor, most: int, is_done: Callable[[list[int]], bool] = lambda said: False) -> list[int]:
         """Reads tokens (T,), and answers greedily, as `generate()` does. All but the last token are read."""
-        self.cache.start_prompt()
+        self.start_prompt()
         stop = StoppingCriteriaList([lambda rows, _, **__: torch.tensor([is_done(rows[0, len(ids) :].tolist())])])
         made = self.model.generate(
             ids[None], attention_mask=torch.ones_like(ids)[None], cache=self.cache, max_new_tokens=most,
@@ -127,7 +136,7 @@ class Search(Remember):
     """
 
     def __init__(self, model: PreTrainedModel, window: int):
-        super().__init__(model, window, ())
+        super().__init__(model, window, None)
 
     def begin(self) -> None:
         super().begin()
@@ -160,19 +169,24 @@ class Search(Remember):
     after, generate = Reader.after, Reader.generate
 
 
-class Pasted(Reader):
-    """Plain retrieval: where it is asked, a fresh window reads the begin token, the passage that `remember` would read
-    again, as text, and the last tokens. It keeps the ids alone, and reads nothing before it is asked.
+class Retrieved(Reader):
+    """Plain retrieval: what is found for a question and the question alone, in a fresh context.
+
+    In a chat they are one message of the user, in the model's chat template. The reader keeps the ids, and reads
+    nothing before it is asked.
     """
 
-    def __init__(self, model: PreTrainedModel, window: int):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         super().__init__(model)
-        self.window, self.passages = window, Passages(end_tokens=end_tokens(model.generation_config))
-        self.first = model.config.get_text_config(decoder=True).bos_token_id or 0
+        self.tokenizer = tokenizer
 
     def begin(self) -> None:
         super().begin()
         self.ids = torch.zeros(0, dtype=torch.int64)
+        self.start_prompt()
+
+    def start_prompt(self, message: str | None = None) -> None:
+        self.asked, self.message = len(self.ids), message
 
     def state_bytes(self) -> int:
         """Returns the bytes of the text."""
@@ -183,23 +197,79 @@ class Pasted(Reader):
         self.ids = torch.cat([self.ids, ids])
 
     def after(self, ids: Tensor) -> Tensor:
-        """Returns the log probabilities after each of the next tokens (T, V) in a fresh window."""
-        text = torch.cat([self.ids, ids])
+        """Returns the log probabilities after the last token of the question and each token of an answer (T, V)."""
+        prompt = self.prompt(ids[:1])
         super().begin()
-        return super().read(self.prompt(text, len(ids)))[-len(ids) :]
-
-    def prompt(self, text: Tensor, num_asked: int) -> Tensor:
-        """Returns what a fresh window reads: at most `window` tokens. The passage is chosen before the asked ones."""
-        known = text[: len(text) - num_asked]
-        begin = self.passages.choose(known, len(known), self.window) if len(text) > self.window else None
-        passage = text[:0] if begin is None else text[begin : begin + self.passages.size]
-        rest = text[max(0, len(text) - (self.window - 1 - len(passage))) :]
-        return torch.cat([torch.tensor([self.first] if len(text) > self.window else []).long(), passage, rest])
+        return super().read(torch.cat([prompt, ids[1:]]))[-len(ids) :]
 
     def generate(self, ids: Tensor, most: int, is_done: Callable[[list[int]], bool] = lambda said: False) -> list[int]:
-        """Reads tokens (T,) in a fresh window, and answers greedily. A chat goes on after all but the last token."""
-        self.read_on(ids)
+        """Ends the question with tokens (T,), and answers greedily. The text goes on after all but the last token."""
+        prompt = self.prompt(ids)
         super().begin()
-        said = super().generate(self.prompt(self.ids, 0), most, is_done)
-        self.read_on(torch.tensor(said[:-1], dtype=torch.int64))
+        said = super().generate(prompt, most, is_done)
+        self.read_on(torch.cat([ids, torch.tensor(said[:-1], dtype=torch.int64)]))
         return said
+
+    def prompt(self, ids: Tensor) -> Tensor:
+        """Returns what a fresh context reads; ids (T,): the last tokens of the question."""
+        question = torch.cat([self.ids[self.asked :], ids])
+        found = self.find(self.ids[: self.asked], question).strip()
+        if self.message is None:
+            return torch.cat([self._tokenize(f"{found}\n\n"), question])
+        roles = [{"role": "user", "content": f"{found}\n\n{self.message}"}]
+        return self._tokenize(self.tokenizer.apply_chat_template(roles, tokenize=False, add_generation_prompt=True))
+
+    def find(self, text: Tensor, question: Tensor) -> str:
+        """Returns what is read before a question (Q,) after a text (N,)."""
+        raise NotImplementedError
+
+    def _tokenize(self, text: str) -> Tensor:
+        return torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
+
+
+class RetrievedPassages(Retrieved):
+    """The passages that `remember` would choose of the whole text, and the question alone."""
+
+    passages = Passages()
+
+    def find(self, text: Tensor, question: Tensor) -> str:
+        ids = torch.cat([text, question])
+        whole = replace(self.passages, before=0, after=0)  # up to the text's last token
+        places = set()
+        for span in whole.spans(ids, len(ids), len(question) + 1, min(whole.query, len(question))):
+            places |= set(range(max(0, span - self.passages.before), span + 2 * whole.block + self.passages.after))
+        pieces = groupby(enumerate(sorted(x for x in places if x < len(text))), lambda x: x[1] - x[0])
+        return "\n".join(self.tokenizer.decode([int(text[x]) for _, x in piece]).strip() for _, piece in pieces)
+
+
+class RetrievedSentences(Retrieved):
+    """The best sentences of the text by BM25, in the text's order, and the question alone.
+
+    Source: Robertson and Zaragoza (2009), equation 3.15, with k_1 = 1.2, b = .75; terms are lower-case words.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, number: int):
+        super().__init__(model, tokenizer)
+        self.number = number
+        self.settings["sentences"] = number
+
+    def find(self, text: Tensor, question: Tensor) -> str:
+        lines = self.tokenizer.decode(text).splitlines()
+        sentences = [x for line in lines for x in split_sentences(line) if re.search(r"\w", x)]
+        if not sentences:
+            return ""
+        scores = self.scores(sentences, self.message or self.tokenizer.decode(question))
+        best = sorted(np.argsort(-scores, kind="stable")[: self.number])
+        return " ".join(sentences[i] for i in best)
+
+    @staticmethod
+    def scores(sentences: list[str], question: str) -> np.ndarray:
+        """Returns the score of each sentence."""
+        words = CountVectorizer(token_pattern=r"\w+")
+        counts = words.fit_transform(sentences).toarray()  # (sentences, words)
+        wanted = words.transform([question]).toarray()[0] > 0
+        with_word = (counts > 0).sum(0)
+        idf = np.log1p((len(counts) - with_word + 0.5) / (with_word + 0.5))
+        length = counts.sum(1, keepdims=True)
+        parts = idf * counts * 2.2 / (counts + 1.2 * (0.25 + 0.75 * length / length.mean()))
+        return parts[:, wanted].sum(1)

@@ -49,13 +49,14 @@ def make_samples(
 def make_prompts(
     tokenizer: PreTrainedTokenizerBase, number: int, texts: list[str], seed: int, kind: str, length: int
 ) -> list[tuple[str, list[Question]]]:
-    """Makes `number` prompts, each with the beginning of its answer as question: from each text as many."""
+    """Makes `number` prompts, each with its question and the beginning of the answer: from each text as many."""
     parts = []
     for i, text in enumerate(texts[:number]):
         of_text, own_seed = len(range(i, number, len(texts))), f"{kind} {length} {i} {seed}"
         for x in make_samples(kind, tokenizer, length, of_text, text, own_seed):
-            question = Question(kind, f" {x['gen_prefix']}", x["outputs"], generated=GENERATED)
-            parts.append((x["input"], [question]))
+            context, _, asked = x["input"].rpartition("\n")
+            question = Question(kind, f"\n{asked} {x['gen_prefix']}", x["outputs"], generated=GENERATED)
+            parts.append((context, [question]))
     return parts
 
 

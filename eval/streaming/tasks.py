@@ -1,6 +1,8 @@
-"""What is read and asked, and the answers: losses, facts, RULER's needles, BABILong, chats."""
+"""What is read and asked, and the answers: facts, RULER's needles, BABILong, chats."""
 
 import argparse
+import hashlib
+import json
 from functools import partial
 from itertools import cycle, product
 from typing import Any, NamedTuple
@@ -14,7 +16,6 @@ from eval.streaming.facts import Answer, judge, make_text
 from eval.streaming.readers import Reader
 from eval.streaming.reading import Question, load_texts
 
-PER_BLOCK = 256  # tokens of a mean loss in a record
 LENGTHS = {"facts": [700, 1200, 2000, 3000], "ruler": [1024, 4096], "babilong": [0, 1024, 2048, 4096]}
 
 
@@ -35,14 +36,12 @@ def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
         kinds = product(args.lengths, babilong.BEGUN)
         return [Task(f"{kind}, {length} tokens", parts=make(kind, length)) for length, kind in kinds]
     longest = max(args.lengths, default=0)
-    needed = {"loss": args.tokens, "facts": longest, "ruler": 2 * longest, "chat": chat.TOKENS, "told": chat.TOKENS}
+    needed = {"facts": longest, "ruler": 2 * longest, "chat": chat.TOKENS, "told": chat.TOKENS}
     texts = {}
     for path in args.text:
         texts |= load_texts(path, tokenizer, needed[args.task], args.place)
     if not texts:
         raise ValueError(f"--text {args.text[0]} has no text of {needed[args.task]} tokens")
-    if args.task == "loss":
-        return [Task(name, ids) for name, ids in texts.items()]
     names, tasks = sorted(texts), []
     if args.task == "facts":
         for i, length in enumerate(args.lengths):
@@ -63,6 +62,12 @@ def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
     ]
 
 
+def digest(task: Task) -> str:
+    """Returns twelve letters that differ where what is read and asked differs."""
+    asked = [task.text, task.ids if task.ids is None else task.ids.tolist(), task.answers, task.parts, task.chat]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:12]
+
+
 def tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Returns the ids (T,) of a text."""
     return tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -74,6 +79,7 @@ def ask(reader: Reader, question: Question, tokenizer: PreTrainedTokenizerBase) 
     """
     kind, text, value, options, generated = question
     ids = tokenize(text, tokenizer)
+    reader.start_prompt()
     if not options:
 
         def is_found(said: list[int]) -> bool:
@@ -95,7 +101,9 @@ def ask_facts(reader: Reader, task: Task, tokenizer: PreTrainedTokenizerBase) ->
     """Reads a text, and asks each of its questions at its place; the text goes on with the right answer."""
     found, start = [], 0
     for answer in task.answers:
-        reader.read_on(task.ids[start : answer.begin - 1])
+        reader.read_on(task.ids[start : answer.asked])
+        reader.start_prompt()
+        reader.read_on(task.ids[answer.asked : answer.begin - 1])
         start = answer.begin - 1
         log_p = reader.after(task.ids[start : answer.end])
         tops = {start + i: top for i, top in enumerate(log_p.argmax(1).tolist())}
@@ -115,14 +123,6 @@ def perform(task: Task, reader: Reader, tokenizer: PreTrainedTokenizerBase) -> t
     if task.answers:
         found = ask_facts(reader, task, tokenizer)
         return {"answers": found}, reader.state_bytes(), len(task.ids)
-    if task.ids is not None:
-        losses, start = [], 1
-        for piece in task.ids.split(reader.piece):
-            targets = task.ids[start : start + len(piece)]
-            losses.append(-reader.read(piece)[: len(targets)].gather(1, targets[:, None])[:, 0])
-            start += len(piece)
-        blocks = [round(x.mean().item(), 5) for x in torch.cat(losses).split(PER_BLOCK)]
-        return {"losses": blocks}, reader.state_bytes(), len(task.ids)
     found, most, tokens = [], 0, 0
     for context, (question,) in task.parts:
         reader.begin()

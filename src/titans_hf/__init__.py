@@ -3,8 +3,6 @@
 Importing this package registers the model with AutoConfig, AutoModel and the AutoModelFor... class of every head.
 """
 
-from typing import TYPE_CHECKING
-
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -29,17 +27,12 @@ from .modeling_titans import (
     TitansPreTrainedModel,
 )
 from .neural_memory import NeuralMemory
-from .remember import MemoryCache, RememberConfig, RememberForCausalLM, fit_memory, forget, remembering, save_adapter
+from .recalling import MemoryCache, Passages, forget, remember, remembering
 from .time_series_titans import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
-
-if TYPE_CHECKING:
-    from .remember import remember  # the package itself can be called
 
 AutoConfig.register("titans", TitansConfig)
 AutoModel.register(TitansConfig, TitansModel)
 AutoModelForCausalLM.register(TitansConfig, TitansForCausalLM)
-AutoConfig.register("remember", RememberConfig)
-AutoModelForCausalLM.register(RememberConfig, RememberForCausalLM)
 AutoModelForQuestionAnswering.register(TitansConfig, TitansForQuestionAnswering)
 AutoModelForSequenceClassification.register(TitansConfig, TitansForSequenceClassification)
 AutoModelForTokenClassification.register(TitansConfig, TitansForTokenClassification)
@@ -51,6 +44,7 @@ __all__ = [
     "MemoryCache",
     "MemoryState",
     "NeuralMemory",
+    "Passages",
     "TitansCache",
     "TitansConfig",
     "TitansForCausalLM",
@@ -63,9 +57,7 @@ __all__ = [
     "TitansTimeSeriesConfig",
     "deep_rule",
     "delta_rule",
-    "fit_memory",
     "forget",
     "remember",
     "remembering",
-    "save_adapter",
 ]

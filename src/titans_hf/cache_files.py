@@ -54,7 +54,7 @@ def weight_facts(model: PreTrainedModel, most: int | None = None) -> dict[str, s
     """
     total, dtypes = hashlib.sha256(), set()
     tied = tuple(getattr(model, "all_tied_weights_keys", ()))  # accelerate keeps them once
-    for name, x in sorted(model.state_dict().items()):
+    for name, x in sorted(_weights(model)):
         if name.endswith(tied):
             continue
         x = _offloaded(model, name, x) if x.is_meta else x
@@ -72,6 +72,17 @@ def weight_facts(model: PreTrainedModel, most: int | None = None) -> dict[str, s
             used = {key: getattr(module, key, None) for key in ADAPTER_ATTRIBUTES}
             total.update(f"{used}\n".encode())
     return {"dtype": " ".join(sorted(dtypes)), "weights": total.hexdigest()}
+
+
+def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yields the names and tensors of a model's parameters and of the buffers that it saves. `state_dict()`, which has
+    the same, changes a model that bitsandbytes has quantised.
+    """
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules():
+        for name, x in module._buffers.items():
+            if x is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, x
 
 
 def _offloaded(model: PreTrainedModel, name: str, x: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class TitansConfig(PreTrainedConfig):
     model_type = "titans"
     auto_classes = AUTO_MAP
     default_theta = 10000.0
-    # "titans_..." are the styles of `parallel_titans`. Entries without a module in the model have no effect.
+    # "titans_..." are the styles of `parallel_titans`. A model leaves out what its variant has not.
     base_model_tp_plan = {
         "layers.*.mixer": "titans_whole_heads",
         "layers.*.mixer.attention.q_proj": "colwise",

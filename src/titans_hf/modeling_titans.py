@@ -1,6 +1,7 @@
 """Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -213,6 +214,12 @@ class TitansModel(TitansPreTrainedModel):
         self.norm = TitansRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def init_parallel_plans(self) -> None:
+        """Leaves in the tensor parallel plan the modules that this variant has."""
+        super().init_parallel_plans()
+        names = {re.sub(r"\.\d+\b", ".*", name) for name, _ in self.named_modules()}
+        self._tp_plan = {name: style for name, style in self._tp_plan.items() if name in names}
 
     @merge_with_config_defaults
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")

@@ -47,8 +47,6 @@ def folder(tmp_path, monkeypatch):
 TUNE = "train --train_data a.txt --output_dir out --use_cpu true"
 TRAIN = f"{TUNE} --tokenizer bytes --config tiny.json --block_length 32"
 START = "give either --config and --tokenizer, .*, or --model_name_or_path"
-FORECAST = "forecast data.csv --output out"
-FIT = "fit model --text a.txt --output out"
 INPUTS = {
     f"{TRAIN} --train_data no/such/folder": "no/such/folder is neither a file, nor a folder, nor a data set",
     f"{TRAIN} --train_data no-files": r"--train_data no-files holds no \.txt or \.md or .*files",
@@ -111,19 +109,6 @@ INPUTS = {
     "surprise model a.txt --output out --max_tokens -1": "--max_tokens must be at least 1, but is -1",
     "surprise model a.txt --output bad.txt": "--output bad.txt cannot be a folder: bad.txt is a file",
     "surprise model a.txt --output out --max_tokens 5": r"TEXT a.txt has \d+ tokens; it may have 1 to 5",
-    f"{FIT} --window 64": "`window` must be None for a Titans",
-    f"{FIT} --entries 0": "--entries must be at least 1, but is 0",
-    f"{FIT} --rank 0": "--rank must be at least 1, but is 0",
-    f"{FIT} --text bad.txt": "bad.txt is not UTF-8",
-    f"{FIT} --output adapter": "--output adapter exists: give the name of a new folder",
-    FORECAST: "--horizon is missing",
-    f"{FORECAST} --horizon 0": "--horizon must be at least 1, but is 0",
-    f"{FORECAST} --horizon 8 --look_back 12": "--look_back must be a multiple of 8, but is 12",
-    f"{FORECAST} --horizon 90 --look_back 16": "part has 80 of 100 rows, in which there is no window of 16 rows",
-    f"{FORECAST} --horizon 8 --validation 1": "--validation must be a share between 0 and 1, but is 1.0",
-    f"{FORECAST} --horizon 8 --look_back 16 --cycle_length 99": "--cycle_length 99 is more than the 80 rows",
-    f"{FORECAST} --model no-model --max_steps 3": "--max_steps is an option of training, but --model",
-    f"{FORECAST} --model no-model": "--model no-model is not a checkpoint",
     "serve model --continuous-batching": "--continuous-batching",
     "serve --memory m": "--memory m needs MODEL",
     "serve model --memory m --compile": "--memory m cannot be used with --compile",

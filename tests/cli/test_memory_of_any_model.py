@@ -1,17 +1,13 @@
 """read, ask and surprise take any causal language model: it gets a memory."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from remember_models import small_model
-from tokenizers import normalizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from titans_hf.cache_files import read_description
 from titans_hf.cli import ask, read
 from titans_hf.cli.training.tokenizer import byte_tokenizer
-from titans_hf.remember import MemoryCache, remember, save_adapter
+from titans_hf.recalling import MemoryCache, remember
 
 TEXTS = ["The old king had twelve daughters. ", "One of them kept a black dog, and the dog a bone."]
 PROMPT = "The old king had"
@@ -52,7 +48,7 @@ def test_read_and_ask(folder, capsys):
 
 
 def test_ask_shows_the_passage(folder, capsys):
-    """The passage that an answer saw is the place of the text in which the prompt stands."""
+    """The passages that an answer saw hold the place of the text in which the prompt stands."""
     (folder / "long.txt").write_text(f"{TEXTS[1]} {TEXTS[0]}" + "He wrote 17 letters, 9 of them by night. " * 9)
     options = ["--memory", "memory", "--window", "16"]
     read.main(["llama", "long.txt", *options])
@@ -60,30 +56,3 @@ def test_ask_shows_the_passage(folder, capsys):
     ask.main(["llama", *options, "--prompt", PROMPT, "--max_new_tokens", "9", "--show_passage"])
     shown, text = capsys.readouterr().out.split("]\n", 1)
     assert shown.startswith("[read again: ") and TEXTS[0] in shown and text.startswith(PROMPT)
-
-
-def test_the_tokenizer_of_an_adapter(folder, capsys):
-    """A tokenizer in the adapter's folder, where the command saves it, reads the text; else the base model's does."""
-    options = ["--prompt", "ab", "--max_new_tokens", "1"]
-    save_adapter(remember(AutoModelForCausalLM.from_pretrained("llama"), 16), "adapter")
-    assert AutoTokenizer.from_pretrained("adapter").get_vocab() == byte_tokenizer().get_vocab()
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("a", "bbb")
-    for number in (52, 50):
-        tokenizer.save_pretrained("adapter")
-        if number == 50:
-            for file in ("tokenizer_config.json", "tokenizer.json"):
-                Path("adapter", file).unlink()
-        for i, model in enumerate((["adapter"], ["llama", "--adapter", "adapter"])):
-            memory = f"memory {number} {i}"
-            read.main([*model, "c.txt", "--memory", memory])
-            assert read_description(memory)["tokens_seen"] == [number]
-            ask.main([*model, "--memory", memory, *options])
-
-
-def test_a_base_model_that_has_gone(folder):
-    """An adapter whose base model has gone is one error that names both."""
-    save_adapter(remember(AutoModelForCausalLM.from_pretrained("llama"), 16), "adapter")
-    Path("llama").rename("moved")
-    with pytest.raises(OSError, match=f"adapter.* base model {folder}/llama does not load"):
-        read.main(["adapter", "a.txt", "--memory", "memory"])

@@ -13,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from served import NUM_TOKENS, complete, save_letters, serving
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from served import NUM_TOKENS, complete, load_letters, save_letters, serving
 
-from titans_hf import TitansCache
-from titans_hf.remember import MemoryCache
+from titans_hf import MemoryCache, TitansCache
 
 pytestmark = pytest.mark.slow
+SYSTEM = {"role": "system", "content": "Be brief."}
 MESSAGES = [{"role": "user", "content": "What did I say?"}]
 PROMPT = "user: What did I say?\nassistant: "
 
@@ -34,9 +33,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """The greedy answer of generate()."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model, tokenizer = load_letters(checkpoint)
     prompt = tokenizer(PROMPT, return_tensors="pt")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokens = model.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False)[0, prompt.input_ids.shape[1] :]
     text = tokenizer.decode(tokens)
     assert len(set(text)) > 3 and text.isalpha() and len(text) == NUM_TOKENS
@@ -51,26 +49,47 @@ def server(checkpoint, tmp_path_factory):
 
 
 def test_a_completion_is_what_generate_says(server, checkpoint, expected):
-    """A completion, whole or streamed, equals generate(); of several answers one is computed; one model is listed."""
+    """A completion, whole or streamed, equals generate(); one model is listed."""
     with complete(f"{server}/v1/{CHAT}", checkpoint, messages=MESSAGES) as response:
         answer = json.load(response)
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
     assert answer["usage"]["completion_tokens"] == NUM_TOKENS
     pieces = streamed(f"{server}/v1/{CHAT}", checkpoint)
     assert "".join(pieces) == expected and sum(map(bool, pieces)) > NUM_TOKENS // 4
-    several = json.dumps({"do_sample": True, "top_k": 1, "num_return_sequences": 5000})
-    with complete(f"{server}/v1/completions", checkpoint, prompt=PROMPT, generation_config=several) as response:
-        assert json.load(response)["choices"][0]["text"] == expected
     with urllib.request.urlopen(f"{server}/v1/models", timeout=60) as response:
         listed = json.load(response)["data"]
     assert [(model["id"], model["object"]) for model in listed] == [(str(checkpoint), "model")]
 
 
 CHAT = "chat/completions"
+
+
+def settings_refused(*cases: tuple[str, str]) -> list[tuple]:
+    return [("completions", {"prompt": "a", "generation_config": x}, 422, f"`generation_config.{y}") for x, y in cases]
+
+
 BAD_REQUESTS = [
     ("completions", {"prompt": ""}, 400, "the prompt has no token"),
     (CHAT, {"messages": []}, 422, "`messages` is []"),
+    *settings_refused(
+        ('{"num_return_sequences": 2}', "num_return_sequences` is 2"),
+        ('{"forced_eos_token_id": 320}', "forced_eos_token_id.0` is 320: the model has 320 tokens"),
+        ('{"exponential_decay_length_penalty": [1, "a"]}', 'exponential_decay_length_penalty.1` is "a"'),
+        ('{"is_assistant": true}', "is_assistant` is true: it is not served"),
+        ('{"guidance_scale": 2.0}', "guidance_scale` is 2.0: it is not served"),
+        ('{"top_k": "5"}', 'top_k` is "5"'),
+    ),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"320": 1}}, 422, "`logit_bias.320"),
+    ("completions", {"prompt": "a", "stream": "false"}, 422, '`stream` is "false"'),
+    ("completions", {"prompt": "a", "suffix": "b"}, 422, '`suffix` is "b"'),
     (CHAT, {"messages": [{"content": "a"}]}, 422, "`messages.0.role` is missing"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "`messages.0.content` is missing"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]},
+        400,
+        "`tools` is not pr",
+    ),
     (CHAT, {}, 400, "the request lacks 'messages'"),
     ("completions", {"prompt": "a", "max_tokens": 10**9}, 400, "`max_tokens` is 1000000000, but may be from 1 to 4096"),
     ("completions", {"prompt": "a", "max_tokens": 0}, 422, "`max_tokens` is 0"),
@@ -86,6 +105,12 @@ BAD_REQUESTS = [
     ("completions", {"prompt": "a", "generation_config": '{"num_beams": 17}'}, 400, "`num_beams` is 17, but"),
     ("completions", {"prompt": "a", "generation_config": '{"num_beams": 0}'}, 400, "`num_beams` is 0, but"),
     ("responses", {"input": "a", "previous_response_id": "x"}, 422, "`previous_response_id` is"),
+    (
+        "responses",
+        {"input": [SYSTEM], "instructions": "Be kind.", "max_tokens": None},
+        400,
+        "`input.0.content` is not printed",
+    ),
 ]
 
 
@@ -160,8 +185,7 @@ def test_parallel_requests_start_from_a_memory(kind, number, tmp_path):
     """Each of many parallel requests, streamed or not, is answered from the saved memory."""
     checkpoint, memory = tmp_path / "model", tmp_path / "memory"
     save_letters(checkpoint, kind)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "base" if kind == "remember" else checkpoint)
+    model, tokenizer = load_letters(checkpoint)
     cache = MemoryCache(model) if kind == "remember" else TitansCache(model.config)
     with torch.no_grad():
         model(**tokenizer("The captain's name was Ahab. " * 9, return_tensors="pt"), cache=cache)

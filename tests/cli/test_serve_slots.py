@@ -13,8 +13,7 @@ from transformers import GenerationConfig
 
 from titans_hf.cli.serving.generation import ServedModel
 from titans_hf.cli.serving.requests import ServedRequest
-from titans_hf.remember import remember
-from titans_hf.remember.passages import Passages
+from titans_hf.recalling import Passages, remember
 
 SIZES = {"vocab_size": 100, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
 
@@ -24,10 +23,8 @@ def make_served(kind: str) -> tuple:
     if kind in ("mac", "mag", "mal", "lmm"):
         model = make_model(kind, dtype=torch.float32, **SIZES)
     else:
-        window = None if kind == "full" else 32
-        parts = {"memory": ("passages", "fast_weights"), "passages": Passages(4, 1, 3, query=8, every=6)}
-        learn_from = "all" if kind == "all" else "read"
-        model = remember(small_model(**SIZES).float(), window, **parts, learn_from=learn_from)
+        passages = Passages(4, 1, 3, query=8, again=8, every=6, share=0.5) if kind == "passages" else None
+        model = remember(small_model(**SIZES).float(), 32, passages=passages)
     model.generation_config.eos_token_id = None
     return model, ServedModel(model, snapshots=8)
 
@@ -38,7 +35,7 @@ def settings(number: int) -> GenerationConfig:
     return GenerationConfig(**options, repetition_penalty=1.3 if number % 3 == 2 else None)
 
 
-@pytest.mark.parametrize("kind", ["mac", "mag", "mal", "lmm", "read", "all", "full"])
+@pytest.mark.parametrize("kind", ["mac", "mag", "mal", "lmm", "passages", "window"])
 def test_answers_side_by_side(kind):
     """Requests of any lengths and settings get their own answers; most tokens come from calls with several rows."""
     model, served = make_served(kind)
@@ -62,6 +59,9 @@ def test_answers_side_by_side(kind):
     assert len({tuple(x[-5:]) for x in expected}) == 8
     assert max(rows) > 2 and sum(x for x in rows if x > 1) > sum(rows) / 2
     assert served.slots.cache is None and not served.slots.rows
+    for _, ids, cache in served.snapshots.kept if kind == "passages" else ():
+        for x in cache.recalled[0]:
+            assert ids[x.begin : x.begin + len(x.ids)].equal(x.ids)  # of its own text
 
 
 def test_a_failed_step():

@@ -5,8 +5,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served import NUM_TOKENS, complete, save_letters, serving
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from served import NUM_TOKENS, complete, load_letters, save_letters, serving
 
 pytestmark = pytest.mark.slow
 FIRST = "A story: " + "the captain sailed on and on over the sea. " * 3
@@ -27,8 +26,7 @@ def checkpoint(checkpoints):
 
 def generated(checkpoint, messages) -> str:
     """Returns what generate() answers to messages, read from the beginning."""
-    base = checkpoint / "base" if (checkpoint / "base").exists() else checkpoint
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(base)
+    model, tokenizer = load_letters(checkpoint)
     options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
     prompt = tokenizer.apply_chat_template(messages, **options)
     tokens = model.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False)

@@ -15,9 +15,9 @@ from eval.common.records import FILE, append_record, read_records
 from eval.forecasting import run as forecasting
 from eval.forecasting.models import MODELS, Forecaster
 from eval.forecasting.run import make_splits, score
+from eval.forecasting.series import Windows, read_series
 from eval.forecasting.tables import make_report
 from titans_hf import TitansTimeSeriesConfig
-from titans_hf.cli.shared.time_series import Windows, read_series
 
 TINY = ["patch_length=4", "hidden_size=8", "num_attention_heads=2", "intermediate_size=8", "num_hidden_layers=1"]
 PUBLISHED = read_records(Path(tables.__file__).parent / "results" / "forecasting.jsonl", "forecasting")[0]

@@ -1,4 +1,4 @@
-"""The class `titans` of lm-eval: scores and texts of lm-eval's own class; choices share the reading of a context."""
+"""The class `titans` of lm-eval: each type of request is what `model(...)` and `generate()` say."""
 
 import pytest
 import torch
@@ -48,23 +48,35 @@ def make_lm(lm_class: type[HFLM], model: torch.nn.Module, **kwargs) -> HFLM:
 
 @pytest.fixture(scope="module", params=["mac", "mag", "remember"])
 def model(request):
-    if request.param == "remember":
+    if request.param == "remember":  # a recall after every 6 tokens of an answer
         return remembering(vocab_size=259, eos_token_id=1)
     return make_model(request.param, vocab_size=259, eos_token_id=1, pad_token_id=0)
 
 
+def score_by_generate(model, context: list[int], answer: list[int]) -> tuple[float, bool]:
+    """The log-probability of an answer, whose tokens generate() is made to choose, and whether it would choose them."""
+    forced = lambda row, ids: [answer[len(ids) - len(context)]]  # noqa: E731
+    options = {"max_new_tokens": len(answer), "do_sample": False, "output_logits": True}
+    found = model.generate(
+        torch.tensor([context]), prefix_allowed_tokens_fn=forced, return_dict_in_generate=True, **options
+    )
+    logits = torch.cat(found.logits).double()
+    score = logits.log_softmax(-1)[torch.arange(len(answer)), answer].sum().item()
+    return score, logits.argmax(-1).tolist() == answer
+
+
 @pytest.mark.parametrize(("batch_size", "max_length"), [(1, None), (3, 20), (16, None)])
-def test_scores_are_those_of_lm_eval(model, batch_size, max_length):
-    """Log-likelihoods equal lm-eval's HFLM for any batch size, and with a longest text."""
+def test_scores_are_those_of_generate(model, batch_size, max_length):
+    """Log-likelihoods equal generate()'s for any batch size, and with a longest text."""
     lm = make_lm(TitansLM, model, batch_size=batch_size, piece_length=7, max_length=max_length)
-    found, expected = loglikelihoods(lm), loglikelihoods(make_lm(HFLM, model, max_length=max_length))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)  # HFLM adds in the dtype of the logits, float64
+    pairs = [lm._encode_pair(*x) if x[0] else ([lm.prefix_token_id], lm.tok_encode(x[1])) for x in PAIRS]
+    cut = [(x[-max(1, max_length + 1 - len(y)) :], y) if max_length else (x, y) for x, y in pairs]
+    expected = [score_by_generate(model, *x) for x in cut]
+    torch.testing.assert_close(loglikelihoods(lm), expected, rtol=0, atol=1e-6)  # generate() returns float32
 
 
-def test_greedy_continuations_are_marked(model, monkeypatch):
-    """A continuation counts as greedy only if generate() gives all of it; it is read, and learned, as any text."""
-    if hasattr(model, "memory"):
-        monkeypatch.setattr(model.memory, "learn_from", "all")
+def test_greedy_continuations_are_marked(model):
+    """A continuation counts as greedy only if generate() gives all of it."""
     prompt = byte_tokenizer().encode(DOCUMENT)
     ids = torch.tensor([prompt])
     continuation = model.generate(ids, max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()
@@ -97,22 +109,28 @@ def columns_read(model):
 def test_choices_share_their_context(model, columns_read):
     """Choices of one question read its context once."""
     loglikelihoods(make_lm(TitansLM, model, batch_size=8), [("A question?", f" {choice}") for choice in "abcd"])
-    assert sum(columns_read) == len("A question") + 4 * len("? ")
+    assert sum(columns_read) == len("A question?") + 4 * len(" ")
 
 
 @pytest.mark.parametrize("max_length", [None, 33])
-def test_rolling_scores_are_those_of_lm_eval(model, max_length):
-    """Rolling log-likelihoods, of the whole document or of windows of `max_length`, equal lm-eval's HFLM."""
+def test_rolling_scores_are_the_loss_of_the_text(model, max_length):
+    """Rolling log-likelihoods are the model's own loss of the text after the prefix token, read as one stream. With
+    `max_length` they equal HFLM's, by windows.
+    """
     texts = requests("loglikelihood_rolling", [(DOCUMENT * 2,), (DOCUMENT,)])
-    expected = make_lm(HFLM, model, max_length=max_length or 200).loglikelihood_rolling(texts, True)
+    if max_length:
+        expected = make_lm(HFLM, model, max_length=max_length).loglikelihood_rolling(texts, True)
+    else:
+        ids = [torch.tensor([[1, *byte_tokenizer().encode(x.args[0])]]) for x in texts]
+        expected = [-model(x, labels=x).loss.item() * (x.shape[1] - 1) for x in ids]
     for batch_size in (1, 4):
         lm = make_lm(TitansLM, model, max_length=max_length, batch_size=batch_size, piece_length=11)
-        assert lm.loglikelihood_rolling(texts, True) == pytest.approx(expected, abs=1e-9)
+        assert lm.loglikelihood_rolling(texts, True) == pytest.approx(expected, rel=1e-6)
 
 
 def test_nothing_is_cut(model, columns_read):
     """A change 2,100 tokens back changes the score, and no call reads more than 512 tokens."""
-    start, rest = "The key is 7. ", "x" * 2100
+    start, rest = "The key is 7. ", "x" * 2100 + "The key is"
     lm = make_lm(TitansLM, model)
     changed = loglikelihoods(lm, [(start + rest, " 7"), (start.replace("7", "8") + rest, " 7")])
     assert changed[0][0] != changed[1][0] and max(columns_read) == 512

@@ -1,4 +1,4 @@
-"""Small random models of many families; `python tests/helpers/families.py` prints docs/families.md."""
+"""Small random models of many families; `python tests/helpers/families.py` prints docs/dev/families.md."""
 
 import inspect
 import sys
@@ -9,11 +9,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from titans_hf.remember import MemoryCache, forget, remember
-from titans_hf.remember.fast_weights import FastWeights, decoder_layers, random_fast_weights
-from titans_hf.remember.parts import PARTS
-from titans_hf.remember.passages import Passages
-from titans_hf.remember.token_list import TokenList
+from titans_hf import MemoryCache, Passages, forget, remember
 
 # One value for each field that some configuration has; a configuration takes those that it has.
 FIELDS = {
@@ -49,6 +45,11 @@ OWN_FIELDS = {
     "deepseek_v3": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    **{x: {"sliding_window": None} for x in "doge ministral3 mistral mixtral phi3 starcoder2".split()},
+    **{
+        x: {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        for x in ("gemma3_text", "gemma3n_text", "ministral")
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
 }
 # Each stands for a way in which a model can be built; the test of `.ci/run` has these.
@@ -63,9 +64,9 @@ OTHERS = (
     "qwen3_moe qwen3_next seed_oss stablelm starcoder2 vaultgemma"
 ).split()
 REFUSED = "bloom falcon jamba mamba mpt".split()
-WINDOW, CHUNK = 12, 8
+WINDOW = 12
 PIECES = [5, 1, 1, 9, 1, 20, 8]
-PASSAGES = Passages(block=4, before=1, after=3, query=6, every=4)
+PASSAGES = Passages(block=2, before=1, after=3, query=6, again=6, every=4, share=0.4, most=3)
 RECALLED = 32  # tokens before a recall
 
 
@@ -96,25 +97,14 @@ def small_model(family: str) -> PreTrainedModel:
     return model
 
 
-def small_memory(model: PreTrainedModel) -> tuple[FastWeights, TokenList]:
-    """Returns fast weights of every linear layer but those of queries and keys, and a list that is trusted."""
-    fast = random_fast_weights(model, range(len(decoder_layers(model)[1])), rank=3, rate=0.1)
-    fast.step.chunk, fast.step.max_gradient = CHUNK, 1.0  # without a limit, gemma4_text turns an ulp into 4e-9
-    chosen = TokenList.random(32, 8, entries=20, threshold=1.0)
-    gate = {"gate_bias": torch.tensor([-1.0]), "gate_weight": torch.linspace(-0.3, 0.3, 5)}
-    chosen.read_out = chosen.read_out._replace(**gate, entry_weight=torch.tensor([9.0, *[1.0] * 4]))
-    return fast, chosen
-
-
 @torch.no_grad()
-def differences(model: PreTrainedModel, window: int | None = WINDOW) -> dict[str, float]:
+def differences(model: PreTrainedModel, window: int = WINDOW) -> dict[str, float]:
     """Returns the largest differences of logits from the whole, of tokens that `generate()` makes, and of the forgotten
-    model from the original; and how much learning changes."""
+    model from the original; and how much the passages in sight change."""
     ids = torch.randint(3, 53, (2, 45), generator=torch.Generator().manual_seed(1))
     with as_double():
         before = model(ids).logits
-        fast, chosen = small_memory(model)
-        remember(model, window, PARTS, passages=PASSAGES, fast_weights=fast, token_list=chosen)
+        remember(model, window, passages=PASSAGES)
         whole, cache = model(ids).logits, MemoryCache(model)
         pieces = torch.cat([model(x, cache=cache).logits for x in ids.split(PIECES, 1)], 1)
         padded, mask = ids.clone(), torch.ones_like(ids)
@@ -124,9 +114,7 @@ def differences(model: PreTrainedModel, window: int | None = WINDOW) -> dict[str
         made = model.generate(padded, attention_mask=mask, **settings)[:, 45:]
         expected = [model.generate(x, **settings)[0, x.shape[1] :] for x in (ids[:1, :40], ids[1:])]
         alone = model(ids[:1]).logits
-        recalled = recalls_of(model, ids) if model.memory.passages is not None else [whole]
-        model.set_memory_learning(False)
-        off = model(ids).logits
+        recalled, passages = recalls_of(model, ids)
         after = forget(model)(ids).logits
     distance = lambda a, b: float((a - b).abs().max())  # noqa: E731
     return {
@@ -134,41 +122,42 @@ def differences(model: PreTrainedModel, window: int | None = WINDOW) -> dict[str
         "padding": max(distance(of_padded[0, 5:], whole[0, :40]), distance(of_padded[1], whole[1])),
         "row alone": distance(alone, whole[:1]),
         "generated": distance(made, torch.stack(expected)),
-        "recall": max((distance(x, recalled[0]) for x in recalled[1:]), default=0.0),
+        "recall": max(distance(x, recalled[0]) for x in recalled[1:]),
+        "passages": passages,
+        "recalling": distance(recalled[0], whole[:, RECALLED : RECALLED + 7]),
         "forgotten": distance(after, before),
-        "learning": distance(off, whole),
     }
 
 
-def recalls_of(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the logits after a recall: of one call, of pieces, of the rows alone, and of left-padded rows."""
+def recalls_of(model: PreTrainedModel, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
+    """Returns the logits after a recall: of one call, of pieces, of the rows alone, and of left-padded rows; and how
+    many passages each row recalls."""
     padded = torch.cat([torch.zeros(2, 5, dtype=torch.int64), ids], 1)
     whole, pieces = (after_recall(model, ids, x) for x in ([7], [5, 1, 1]))
-    alone = torch.cat([after_recall(model, x, [7]) for x in ids.split(1)])
-    return [whole, pieces, alone, after_recall(model, padded, [7], 5)]
+    alone = torch.cat([after_recall(model, x, [7])[0] for x in ids.split(1)])
+    return [whole[0], pieces[0], alone, after_recall(model, padded, [7], 5)[0]], whole[1]
 
 
-def after_recall(model: PreTrainedModel, ids: torch.Tensor, cuts: list[int], padding: int = 0) -> torch.Tensor:
-    """Returns the logits after the token RECALLED, at which all rows recall, read in pieces behind some padding."""
+def after_recall(model: PreTrainedModel, ids: torch.Tensor, cuts: list[int], padding: int = 0):
+    """Returns the logits after the token RECALLED, at which all rows recall, read in pieces behind some padding; and
+    the number of passages of each row."""
     cache, first = MemoryCache(model), padding + RECALLED
     mask = (torch.arange(first) >= padding).long().expand(len(ids), -1)
     model(ids[:, :first], attention_mask=mask, cache=cache)
     pieces = ids[:, first : first + sum(cuts)].split(cuts, 1)
     logits = [model(x, cache=cache, recall=True if i == 0 else None).logits for i, x in enumerate(pieces)]
-    if not cache.recalled[0][0].numel():
-        raise ValueError("no passage was found")
-    return torch.cat(logits, 1)
+    return torch.cat(logits, 1), [len(x) for x in cache.recalled]
 
 
 def page() -> Iterator[str]:
-    """Yields the lines of docs/families.md."""
+    """Yields the lines of docs/dev/families.md."""
     yield "# Families of models that `remember` was tried with\n"
     yield "Random models of four layers in float64, window 12, chunks of 8 tokens, passages, a list, fast weights"
     yield "on all linear layers but queries and keys, gradients of norm 1 at most, rate 0.1. The columns are the"
     yield "largest differences of logits from one call over 45 tokens. *Recall* compares seven tokens after a recall:"
     yield "in pieces, of a row alone, with padding on the left (0 where no layer has full attention, which passages"
     yield f"need). *Learning* is the largest change of logits by learning. Transformers {transformers.__version__};"
-    yield "made by `python tests/helpers/families.py > docs/families.md`.\n"
+    yield "made by `python tests/helpers/families.py > docs/dev/families.md`.\n"
     yield "| model_type | in pieces | left padding | row alone | recall | learning |"
     yield "|---|---|---|---|---|---|"
     for family in sorted(CHOSEN + OTHERS):

@@ -6,11 +6,13 @@ several. Where an operation is a kernel of its own on a GPU only, the number is 
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 FREE = set(
     """alias as_strided chunk detach detach_ diagonal empty empty_like empty_strided expand is_pinned is_same_size
@@ -25,6 +27,11 @@ WEIGHTS = dict(
     diagonal_backward=2, split_with_sizes_backward=1, unfold_backward=2,
 )  # fmt: skip
 READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique", "_unique2", "masked_select"}
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors of a tree."""
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def reads_of(name: str, args: tuple) -> bool:

@@ -4,14 +4,10 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from titans_hf.remember import remember
-from titans_hf.remember.fast_weights import random_fast_weights
-from titans_hf.remember.passages import Passages
-from titans_hf.remember.token_list import TokenList
+from titans_hf import Passages, remember
 
 TOKENS = torch.randint(3, 53, (4, 90), generator=torch.Generator().manual_seed(7))
-SETTINGS = Passages(block=2, before=3, after=11, query=8, every=6, copies=3)
-KINDS = ("v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
+SETTINGS = Passages(block=2, before=3, after=11, query=8, again=8, every=6)
 
 
 def close(a, b, atol=1e-12):
@@ -35,30 +31,5 @@ def small_model(**fields):
     return model
 
 
-def small_fast_weights(model, **step):
-    fast = random_fast_weights(model, (1, 2), rank=3, rate=0.5)
-    generator = torch.Generator().manual_seed(3)
-    fast.start = {name: torch.randn(out, 3, generator=generator) / 20 for name, out in fast.outputs.items()}
-    step = {"chunk": 8, "max_gradient": None, "start_rate": 0.5} | step
-    for name, value in step.items():
-        setattr(fast.step, name, value)
-    return fast
-
-
-def small_list(**fields):
-    """A list that is trusted: without a fit it would hardly change a logit."""
-    chosen = TokenList.random(32, 8, **({"entries": 20, "threshold": 1.0} | fields))
-    torch.manual_seed(1)
-    numbers = {
-        "gate_bias": torch.tensor([-1.0]),
-        "gate_weight": torch.randn(5) * 0.3,
-        "entry_weight": torch.tensor([9.0, *[1.0] * 4]),
-    }
-    chosen.read_out = chosen.read_out._replace(**numbers)
-    return chosen
-
-
-def remembering(window=12, memory=("fast_weights", "list"), **fields):
-    model = small_model(**fields)
-    parts = {"passages": SETTINGS, "fast_weights": small_fast_weights(model), "token_list": small_list()}
-    return remember(model, window, memory, **parts)
+def remembering(window=12, passages=SETTINGS, **fields):
+    return remember(small_model(**fields), window, passages=passages)

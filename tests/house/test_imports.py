@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import titans_hf.remember.window
+import titans_hf
 
 ROOT = Path(__file__).parents[2]
 LAYERS = {
     "titans_hf": "src/titans_hf/*.py",
-    "titans_hf.remember": "src/titans_hf/remember",
+    "titans_hf.recalling": "src/titans_hf/recalling",
     "titans_hf_console": "src/*.py",
     "titans_hf.cli": "src/titans_hf/cli",
     "eval": "eval",
@@ -54,18 +54,20 @@ def test_imports_go_down_only(name):
         assert not above, f"{file.relative_to(ROOT)} imports {', '.join(above)}"
 
 
-def test_the_files_of_remember_import_each_other_without_a_circle():
+def test_the_files_of_recalling_import_each_other_without_a_circle():
     """Neither inside of a function nor for types alone does a file import one that needs it."""
-    files = {".".join(x.relative_to(ROOT / "src").with_suffix("").parts): x for x in files_of("src/titans_hf/remember")}
+    files = {
+        ".".join(x.relative_to(ROOT / "src").with_suffix("").parts): x for x in files_of("src/titans_hf/recalling")
+    }
     graph = {
         name: {x for x in files for y in imports_of(file) if f"{y}.".startswith(f"{x}.")}
         for name, file in files.items()
     }
-    assert graph["titans_hf.remember.attach"]
+    assert graph["titans_hf.recalling.attach"]
     TopologicalSorter(graph).prepare()
 
 
-def test_remember_is_a_package_and_a_function():
-    """`titans_hf.remember` has the modules that were imported by its name, and the signature of the function."""
-    assert titans_hf.remember.window.KeyValueLayer
-    assert inspect.signature(titans_hf.remember) == inspect.signature(titans_hf.remember.remember)
+def test_remember_is_a_function():
+    """`titans_hf.remember` is the function, whose help names its arguments, and no module can be called."""
+    assert inspect.isfunction(titans_hf.remember) and "window:" in inspect.getdoc(titans_hf.remember)
+    assert not any(callable(x) for x in vars(titans_hf).values() if inspect.ismodule(x))

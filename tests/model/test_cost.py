@@ -4,8 +4,7 @@ import pytest
 import torch
 from common import ATTENTIONS, VARIANTS, assert_same, full_logits, make_ids, make_model, read
 from covering import covering
-from launches import Launches
-from tape import tensors_in
+from launches import Launches, tensors_in
 
 from titans_hf import TitansCache
 

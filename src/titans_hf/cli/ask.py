@@ -12,8 +12,7 @@ from titans_hf.cache_files import read_description
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.memories import AnyCache, fingerprint_for_memories, load_cache, load_with_memory
-from titans_hf.cli.shared.text_ids import decode_answer, encode, pad_left
-from titans_hf.remember.parts import end_tokens
+from titans_hf.cli.shared.text_ids import decode_answer, encode, end_tokens, pad_left
 from titans_hf_console import parse as parse_options
 
 
@@ -83,11 +82,11 @@ def main(argv: list[str] | None = None) -> None:
             memory = load_cache(args.memory, model, facts)
         branch = copy.copy(memory)
         texts = answer(model, tokenizer, branch, prompts, options)
-        rows, passages = branch.recalled[0] if getattr(branch, "recalled", None) else ((), ())
-        read_again = {int(row): tokenizer.decode(ids) for row, ids in zip(rows, passages, strict=True)}
+        recalled = getattr(branch, "recalled", [[]] * len(prompts))  # a Titans has none
         for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             if args.show_passage:
-                print(f"[read again: {read_again.get(row, 'nothing')}]", flush=True)
+                read_again = " ... ".join(tokenizer.decode(x.ids) for x in recalled[row])
+                print(f"[read again: {read_again or 'nothing'}]", flush=True)
             print(f"{prompt}{text}" if args.prompt else text, flush=True)
             if args.keep:
                 learn(model, tokenizer, memory, prompt + text)

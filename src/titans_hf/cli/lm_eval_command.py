@@ -1,7 +1,7 @@
 """Runs lm-eval's own command line with the model class "titans", which reads a prompt of any length with a memory.
 
 titans-hf lm-eval run --model titans --model_args pretrained=runs/tiny-mag --tasks lambada_openai
-titans-hf lm-eval run --model titans --model_args pretrained=my-adapter,window=1024 --tasks lambada_openai
+titans-hf lm-eval run --model titans --model_args pretrained=my-llama,window=1024 --tasks lambada_openai
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Serves a checkpoint over HTTP: transformers' server (as of 5.24), with our answers, loading and checks."""
+"""Serves a causal language model over HTTP: transformers' server (as of 5.24), with our answers, loading and checks."""
 
 import json
 import signal
@@ -6,13 +6,11 @@ import sys
 from collections import defaultdict
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import click
 import torch
-import transformers
 import uvicorn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -26,13 +24,15 @@ from transformers.utils import logging
 
 from titans_hf.cli.serving.generation import ServedModel, TitansGenerateManager
 from titans_hf.cli.serving.requests import CheckedHandler, check_requests
-from titans_hf.cli.shared.checkpoints import check_checkpoint
+from titans_hf.cli.shared.checkpoints import check_checkpoint, load_model
+from titans_hf.recalling import remember
 
 for _package in ("accelerate", "openai"):  # transformers would notice late that one is missing
     if find_spec(_package) is None:
         raise ModuleNotFoundError(name=_package)
 SECONDS_TO_END = 3  # that running requests have after SIGTERM or Ctrl-C
 OPTIONS = (
+    ("window", click.IntRange(0), 1024, "Tokens that a model other than a Titans attends to; 0 for no memory."),
     ("memory", str, None, "Folder of a saved memory, from which every request starts."),
     ("max_tokens", click.IntRange(1), None, "Most tokens of an answer (default: 4,096, or a longer context)."),
     ("slots", click.IntRange(1), 16, "Requests that a model with a memory answers at once, as rows of one batch."),
@@ -53,6 +53,8 @@ def make_command() -> click.Command:
 
 def serve(*, compile: bool, host: str, port: int, enable_cors: bool, log_level: str, reasoning: str, **options) -> None:
     """Runs the server until a signal ends it. Raises ValueError for a bad option, model or memory."""
+    if compile:
+        options["window"] = 0  # what is compiled has keys and values of a fixed length
     check_options(options["force_model"], options["memory"], compile)
     logging.get_logger("transformers").setLevel(logging.log_levels[log_level])
     seed, template, decisions = (options.pop(x) for x in ("default_seed", "chat_template_kwargs", "decision_config"))
@@ -92,29 +94,24 @@ class State(GenerationState):
 
 
 class Models(ModelManager):
-    """Loads Titans and adapters of `remember` too. Each model has a `ServedModel` as its attribute `served`."""
+    """Loads causal language models, which remember, or as Titans have a memory of their own. Each has a `ServedModel`
+    as its attribute `served`.
+    """
 
-    def __init__(self, memory: str | None, snapshots: int, **loading):
-        self.memory, self.snapshots = memory, snapshots
+    def __init__(self, memory: str | None, snapshots: int, window: int, **loading):
+        self.memory, self.snapshots, self.window = memory, snapshots, window
         super().__init__(**loading)
 
-    def _load_model(self, name: str, *args, gguf_file: str | None = None, **kwargs) -> PreTrainedModel:
+    def _load_model(self, name: str, tqdm_class=None, progress_callback=None, gguf_file=None) -> PreTrainedModel:
         path, revision = split_revision(name)
-        place = {"revision": revision, "trust_remote_code": self.trust_remote_code}
-        if gguf_file or hasattr(transformers, AutoConfig.from_pretrained(path, **place).architectures[0]):
-            model = super()._load_model(name, *args, gguf_file=gguf_file, **kwargs)
-        else:  # a class that the module `transformers` does not have
-            place |= {"dtype": self.dtype, "device_map": self.device, "attn_implementation": self.attn_implementation}
-            quantization = self.get_quantization_config()
-            model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, **place)
+        place = {"revision": revision, "trust_remote_code": self.trust_remote_code, "gguf_file": gguf_file}
+        place |= {"dtype": self.dtype, "device_map": self.device, "attn_implementation": self.attn_implementation}
+        quantization = self.get_quantization_config()
+        model = load_model(path, "MODEL", tqdm_class=tqdm_class, quantization_config=quantization, **place).eval()
+        if self.window and model.config.model_type != "titans" and not hasattr(model, "memory"):
+            remember(model, self.window)
         model.served = ServedModel(model, self.snapshots, self.memory)
         return model
-
-    def _load_processor(self, name: str, **kwargs) -> object:
-        config = AutoConfig.from_pretrained(name) if Path(name).is_dir() else None
-        base = getattr(config, "base_model_name_or_path", None)  # of an adapter of `remember`
-        is_own = not base or (Path(name) / "tokenizer_config.json").is_file()
-        return super()._load_processor(name if is_own else base, **kwargs)
 
 
 def main() -> None:

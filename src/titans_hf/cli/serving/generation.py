@@ -8,29 +8,29 @@ import copy
 import functools
 import json
 import random
-import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import regex
 import torch
 from fastapi import HTTPException
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import Cache
-from transformers.cli.serving.utils import GenerateManager
+from transformers.cli.serving.utils import DirectStreamer, GenerateManager
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from titans_hf import MemoryCache, TitansForCausalLM
 from titans_hf.cli.serving.requests import REQUEST, ServedRequest
-from titans_hf.cli.serving.slots import Slot, Slots, Turn
+from titans_hf.cli.serving.slots import Slot, Slots
 from titans_hf.cli.serving.snapshots import OPENING, Snapshots
 from titans_hf.cli.shared.memories import new_cache
-from titans_hf.remember.parts import Memory
+from titans_hf.recalling.settings import Memory
 
 LEAST_LIMIT = 4096
 LEAST_TEMPERATURE = 1e-3  # below it logits overflow
@@ -48,20 +48,18 @@ class TitansGenerateManager(GenerateManager):
         return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
 
     def generate_streaming(self, model, processor, inputs, gen_config, **kwargs) -> tuple:
-        served = self._prepare(model, inputs, gen_config)
-        queue, streamer = super().generate_streaming(served, processor, inputs, gen_config, **kwargs)
-        shown = asyncio.Queue()  # always empty, so that transformers waits for `get`
-        shown.get = _until_stop(queue, _stop_pattern(gen_config)).__anext__
-        return shown, streamer
+        answering = self._prepare(model, inputs, gen_config)
+        queue, streamer = super().generate_streaming(answering, processor, inputs, gen_config, **kwargs)
+        return Stream(_until_stop(queue, _stop_pattern(gen_config))), streamer
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, **kwargs) -> tuple:
-        served = self._prepare(model, inputs, gen_config)
-        text, *others = await super().generate_non_streaming(served, processor, inputs, gen_config, **kwargs)
+        answering = self._prepare(model, inputs, gen_config)
+        text, *others = await super().generate_non_streaming(answering, processor, inputs, gen_config, **kwargs)
         return _stop_pattern(gen_config).split(text, 1)[0], *others
 
-    def _prepare(self, model: PreTrainedModel, inputs: dict, config: GenerationConfig) -> PreTrainedModel:
-        """Returns what generates for the request of this context. Raises HTTPException (400) for an empty prompt, and
-        for settings, of the request or the checkpoint, that would take too much time or memory.
+    def _prepare(self, model: PreTrainedModel, inputs: dict, config: GenerationConfig) -> SimpleNamespace:
+        """Returns what has the method `generate` for the request of this context. Raises HTTPException (400) for an
+        empty prompt, and for settings, of the request or the checkpoint, that would take too much time or memory.
         """
         request = REQUEST.get()
         if not inputs["input_ids"].numel():
@@ -85,9 +83,7 @@ class TitansGenerateManager(GenerateManager):
         ):
             if value is not None and not least <= value <= most:
                 raise HTTPException(400, f"`{name}` is {value}, but may be from {least} to {most}")
-        asking = copy.copy(model)
-        asking.generate = functools.partial(model.served.generate, request)
-        return asking
+        return SimpleNamespace(generate=functools.partial(model.served.generate, request))
 
 
 class ServedModel:
@@ -107,31 +103,62 @@ class ServedModel:
         self.thread = ThreadPoolExecutor(1)
         self.slots = Slots(model, self.thread.submit)
         self.snapshots = Snapshots(snapshots)
-        self.lock, self.seeds = threading.Lock(), random.Random(torch.initial_seed())
+        self.seeds = random.Random(torch.initial_seed())
 
     def generate(self, request: ServedRequest, input_ids: Tensor, generation_config, **inputs) -> Tensor:
         """Generates from input_ids (1, T) as the model does. Raises HTTPException (503) once nobody waits for it."""
         request.check()
-        inputs |= {"generation_config": generation_config, "stopping_criteria": StoppingCriteriaList([request.check])}
+        criteria = StoppingCriteriaList([request.check])
+        inputs |= {"generation_config": generation_config, "stopping_criteria": criteria}
         seed = self.seeds.getrandbits(63) if request.seed is None else request.seed
-        turn = self.lock, self.model.device, seed
         if not self._takes_slot(generation_config, inputs):
-            return self._run(self._generate_alone, Turn(*turn), input_ids, inputs)
-        slot = Slot(self._read_prompt(request, input_ids), *turn)
-        asking = copy.copy(self.model)
-        asking.forward = functools.wraps(self.model.forward)(functools.partial(self._forward, slot))
+            return self._run(self._generate_alone, seed, input_ids, inputs)
+        if generation_config.stop_strings:  # `generate()` has no tokenizer for them beside `custom_generate`
+            criteria.append(StopStringCriteria(inputs["tokenizer"], generation_config.stop_strings))
+            inputs["generation_config"] = copy.copy(generation_config)
+            inputs["generation_config"].stop_strings = None
+        start, slots = self._read_prompt(request, input_ids), []
+        source = torch.Generator(self.model.device).manual_seed(seed)
+        decode = functools.partial(self._decode, slots, source, inputs.get("streamer"))
         try:
-            with slot:
-                ids = asking.generate(input_ids, cache=slot.cache, **inputs)
+            ids = self.model.generate(input_ids, cache=start, custom_generate=decode, **inputs)
         finally:
-            cache = self.slots.leave(slot)
-        is_remembering = isinstance(cache, MemoryCache)
-        # A memory that does not learn from answers is not that of a model which has read them.
-        if self.snapshots.most and (not is_remembering or self.model.memory.learn_from == "all"):
+            caches = [self.slots.leave(slot) for slot in slots]
+        cache, is_remembering = caches[0], isinstance(start, MemoryCache)
+        if self.snapshots.most:
             if is_remembering:
                 self._run(cache.read_unread, self.model)
             self._run(self.snapshots.keep, request.owner, ids[0, : cache.get_seq_length()].cpu(), cache)
         return ids
+
+    def _decode(
+        self,
+        slots: list[Slot],
+        source: torch.Generator,
+        streamer: DirectStreamer | None,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        **given,
+    ) -> Tensor:
+        """Samples as `generate()` does: the prompt is read alone, later tokens beside those of other requests."""
+        cache = copy.copy(given["cache"])  # `generate()` changes its own at its end
+        rest = input_ids[:, cache.get_seq_length() :]
+        logits = self._call(input_ids=rest, use_cache=True, logits_to_keep=1, cache=cache).logits
+        slots.append(slot := Slot(cache))
+        while True:
+            scores = given["logits_processor"](input_ids, logits[:, -1].float())
+            if given["generation_config"].do_sample:
+                token = torch.multinomial(scores.softmax(-1), 1, generator=source)
+            else:
+                token = scores.argmax(-1, keepdim=True)
+            input_ids = torch.cat([input_ids, token], 1)
+            if streamer is not None:
+                streamer.put(token[0].cpu())
+            if bool(given["stopping_criteria"](input_ids, None).all()):
+                if streamer is not None:
+                    streamer.end()
+                return input_ids
+            logits = self.slots.logits(slot, token)
 
     def _takes_slot(self, config: GenerationConfig, inputs: dict) -> bool:
         return (
@@ -142,21 +169,12 @@ class ServedModel:
             and bool(inputs.get("attention_mask", torch.ones(1)).all())
         )
 
-    def _generate_alone(self, turn: Turn, input_ids: Tensor, inputs: dict) -> Tensor:
+    def _generate_alone(self, seed: int, input_ids: Tensor, inputs: dict) -> Tensor:
         if self.memory is not None:
             inputs["cache"] = copy.copy(self.start)
             inputs["cache"].batch_repeat_interleave(inputs["generation_config"].num_beams or 1)
-        with turn:
-            return self.model.generate(input_ids, **inputs)
-
-    def _forward(self, slot: Slot, **arguments) -> CausalLMOutputWithPast:
-        """The forward pass of a request: the prompt alone, later tokens beside those of other requests."""
-        ids = arguments["input_ids"]
-        with slot.paused():
-            if slot.has_read and ids.shape[1] == 1:
-                return CausalLMOutputWithPast(logits=self.slots.logits(slot, ids), cache=slot.cache)
-            slot.has_read = True
-            return self._call(**arguments)
+        torch.manual_seed(seed)
+        return self.model.generate(input_ids, **inputs)
 
     def _run(self, fn, *args) -> Any:
         return self.thread.submit(fn, *args).result()
@@ -184,6 +202,17 @@ class ServedModel:
             self._run(self.snapshots.keep, request.owner, ids[:end], copy.copy(cache))
             at = end
         return cache
+
+
+class Stream(asyncio.Queue):
+    """What an iterator yields, as the queue of a stream. It counts as empty, so that transformers waits for `get`."""
+
+    def __init__(self, items: AsyncIterator[Any]):
+        super().__init__()
+        self.items = items
+
+    async def get(self) -> Any:
+        return await anext(self.items)
 
 
 async def _until_stop(queue: asyncio.Queue, stops: regex.Pattern) -> AsyncIterator[Any]:

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from titans_hf import TitansCache, cache_files
 from titans_hf.cli.shared.checkpoints import load_config, load_model, load_tokenizer
 from titans_hf.cli.shared.devices import choose_device
-from titans_hf.remember import MemoryCache, files, remember
-from titans_hf.remember.adapter import tokenizer_of
+from titans_hf.recalling import MemoryCache, files, remember
 
 AnyCache = TitansCache | MemoryCache
 
@@ -18,26 +17,16 @@ AnyCache = TitansCache | MemoryCache
 def load_with_memory(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads the model that the command's options name, with a memory, and its tokenizer.
 
-    A Titans has its own memory, and with --adapter also the adapter's. The tokenizer is the adapter's, if the adapter
-    has one. Raises ValueError for --window beside a Titans, and as `remember` does.
+    Raises ValueError for --window beside a Titans, which has its own memory, and as `remember` does.
     """
     kind, device = load_config(args.model, "MODEL").model_type, choose_device(args.device)
     if kind == "titans" and args.window is not None:
         raise ValueError(f"--window {args.window} is for other models: MODEL is a Titans, which has its own")
-    if kind == "titans" and args.adapter is None:
-        return load_model(args.model, "MODEL").to(device).eval(), load_tokenizer(args.model, "MODEL")
-    given = {} if args.window is None else {"window": args.window}
-    if kind == "remember":
-        if args.adapter is not None:
-            raise ValueError(f"--adapter {args.adapter} is not needed: MODEL {args.model} is an adapter")
-        model, places = load_model(args.model, "MODEL", dtype="auto", **given).to(device).eval(), [args.model]
-        places.append(model.name_or_path)
-    else:
-        places = [args.model] if args.adapter is None else [args.adapter, args.model]
-        model = load_model(args.model, "MODEL", dtype="auto").to(device).eval()
-        remember(model, adapter=args.adapter, **given)
-    tokenizer = next((x for x in map(tokenizer_of, places[:-1]) if x is not None), None)
-    return model, load_tokenizer(places[-1], "MODEL") if tokenizer is None else tokenizer
+    given = {} if kind == "titans" else {"dtype": "auto"}
+    model = load_model(args.model, "MODEL", **given).to(device).eval()
+    if kind != "titans":
+        remember(model, **({} if args.window is None else {"window": args.window}))
+    return model, load_tokenizer(args.model, "MODEL")
 
 
 def new_cache(model: PreTrainedModel) -> AnyCache:

@@ -1,6 +1,7 @@
 """Converts text to token ids and back, in the same way for all commands."""
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,3 +34,11 @@ def decode_answer(tokenizer: PreTrainedTokenizerBase, prompt: list[int], answer:
     before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, [*prompt, *answer]))
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False))
     return whole[sum(1 for _ in same) :]
+
+
+def end_tokens(*sources: Any) -> tuple[int, ...]:
+    """Returns the end tokens of the first of some generation configs and tokenizers that has any."""
+    for found in (source.eos_token_id for source in sources):
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(map(int, found))
+    return ()
