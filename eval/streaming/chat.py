@@ -77,7 +77,7 @@ def answers(reader: Reader, number: int, text: str, tokenizer: PreTrainedTokeniz
     for turn, line in enumerate(told):
         ids = talk.prompt(messages(told[:turn]))
         answer = tensor(tokenizer(line, add_special_tokens=False).input_ids)
-        reader.begin_question()
+        reader.start_prompt()
         reader.read_on(ids[:-1])
         log_p = reader.after(torch.cat([ids[-1:], answer[:-1]])).gather(1, answer[:, None])
         given.append(round(log_p.mean().item(), 4))

@@ -13,7 +13,7 @@ TEXT = "Es war <einmal> ein König: </s> 東京 ist weit.\n" * 4
 def test_the_picture_shows_each_tokens_surprise(tmp_path, monkeypatch):
     """A panel for each quantity, with the model's own values: read by pieces as in one call, and `</s>` as text."""
     monkeypatch.setattr(surprise, "TOKENS_OF_A_CALL", 50)
-    model = save_byte_model(tmp_path / "model", "mag", memory_form="paper")
+    model = save_byte_model(tmp_path / "model", "mag", memory_form="paper", memory_max_lr=0.01)
     text, drawn, draw = tmp_path / "$a_{b\nlines.txt", [], surprise.draw
     text.write_bytes(TEXT.replace("\n", "\r\n").encode())
     monkeypatch.setattr(surprise, "draw", lambda *x: drawn.append(x[2]) or draw(*x))

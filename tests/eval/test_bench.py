@@ -100,8 +100,8 @@ def test_parts_of_the_command_for_a_gpu(tmp_path):
         for others in ({}, on_a_gpu.SHORT, on_a_gpu.SMALLEST):
             command = on_a_gpu.command_of(part, others)
             assert bench.make_parser().parse_args(command).benchmark == command[0]
-    command = "gpu --device cpu --smallest --parts test-gpu remember-qwen3"
-    with pytest.raises(SystemExit, match="failed: test-gpu, remember-qwen3"):
+    command = "gpu --device cpu --smallest --parts test-gpu remember-llama"
+    with pytest.raises(SystemExit, match="failed: test-gpu, remember-llama"):
         run(tmp_path, *command.split(), "--seconds", "0.01")
     first, second = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    assert second["part"] == "remember-qwen3" and first["status"] == second["status"] == "longer than 0.01 seconds"
+    assert second["part"] == "remember-llama" and first["status"] == second["status"] == "longer than 0.01 seconds"

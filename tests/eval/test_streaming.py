@@ -101,7 +101,8 @@ def test_plain_retrieval_reads_what_it_finds_and_the_question_alone(at):
     assert prompt[-20:].tolist() == ids[at : at + 20].tolist()
     assert str(ids[at : at + 40].tolist())[1:-1] in str(prompt[:-20].tolist())
     assert prompt[:-20].tolist() == ids[(start := ids.tolist().index(prompt[0])) :][: len(prompt) - 20].tolist()
-    assert start <= at and len(prompt) - 20 <= reader.passages.size
+    p = reader.passages
+    assert start <= at and len(prompt) - 20 <= sum((p.before, 2 * p.block, p.after))
     log_p = reader.after(torch.cat([ids[at : at + 1], ids[:5]]))
     alone = torch.cat([reader.prompt(ids[at : at + 1]), ids[:5]])
     torch.testing.assert_close(log_p, model(alone[None]).logits[0, -6:].log_softmax(-1), atol=1e-5, rtol=0)
@@ -161,7 +162,7 @@ def test_every_question_has_its_answer():
                 last = question.split()[-1]
                 assert sum(f" {last} " in x for x in told.split(".")) >= 2
             tops = {i - 1: int(ids[i]) for i in range(begin, end)}
-            answer = facts.Answer(kind, begin - 1, begin, end, value, values)
+            answer = facts.Answer(kind, start, begin, end, value, values)
             assert facts.judge(answer, ids, tops, tokenizer) == (value if kind != "absent" else " ", kind != "absent")
 
 

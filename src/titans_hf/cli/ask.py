@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         recalled = getattr(branch, "recalled", [[]] * len(prompts))  # a Titans has none
         for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             if args.show_passage:
-                read_again = " ... ".join(tokenizer.decode(x.ids) for x in recalled[row])
+                read_again = " ... ".join(tokenizer.decode(x.ids).strip("\ufffd") for x in recalled[row])
                 print(f"[read again: {read_again or 'nothing'}]", flush=True)
             print(f"{prompt}{text}" if args.prompt else text, flush=True)
             if args.keep:
