@@ -53,7 +53,7 @@ OPTIONS = {
     "python -m eval.needles": "--models lmm --steps 1 --questions 1",
     "python -m eval.tables runs/dna": "--baselines cnn",
     "python -m eval.tables": "",
-    "python -m eval.streaming .*--text": "--tokens 300 --window 100 --lengths 80",
+    "python -m eval.streaming .*--text": "--number 1 --lengths 80 --window 100",
     "python -m eval.streaming": "",
 }
 STARTS = {"python": "", "titans-hf": "-m titans_hf", "trl": "-m trl.cli.main"}
@@ -175,7 +175,7 @@ def stage(tmp_path_factory):
         (folder / name).mkdir()
         (folder / name / "a.txt").write_text(BOOK) if "chats" not in name else None
     for name in ("notes.txt", "my_text.txt"):
-        (folder / name).write_text(BOOK[:300])
+        (folder / name).write_text(BOOK[:300] if name == "notes.txt" else BOOK)
     for name in ("data/ett/ETTh1.csv", "my_series.csv"):
         write_series(folder / name, rows=1000)
     (data / "dna" / "human_nontata_promoters").mkdir(parents=True)
