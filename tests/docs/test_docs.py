@@ -53,7 +53,7 @@ OPTIONS = {
     "python -m eval.needles": "--models lmm --steps 1 --questions 1",
     "python -m eval.tables runs/dna": "--baselines cnn",
     "python -m eval.tables": "",
-    "python -m eval.streaming .*--task ruler": "--number 1 --lengths 500 --window 100",
+    "python -m eval.streaming .*--task ruler": "--number 1 --window 100",
     "python -m eval.streaming .*--text": "--number 1 --lengths 80 --window 100",
     "python -m eval.streaming": "",
 }
