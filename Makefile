@@ -4,7 +4,7 @@ BIN := .venv/bin
 # One thread a process: pytest runs one process per core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo novels test test-gpu test-kernels slow long conformance lint format clean
+.PHONY: demo novels test test-gpu test-kernels slow long conformance docs address lint format clean
 
 demo: .venv/demo.stamp
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m titans_hf demo
@@ -40,6 +40,15 @@ long: .venv/dev.stamp
 conformance: .venv/conformance.stamp
 	mkdir -p build && $(BIN)/python tests/helpers/families.py > build/families.md
 	$(BIN)/python tests/conformance/run.py $(if $(SOURCE),--source $(SOURCE))
+
+# The site: build/site/index.html. A broken link or name is an error.
+docs: .venv/docs.stamp
+	$(BIN)/python -m sphinx -W --keep-going --quiet docs build/site
+
+# Writes the repository's address wherever it stands: make address REPOSITORY=https://github.com/you/titans-hf
+address:
+	old=$$(sed -n 's/^Repository = "\(.*\)"/\1/p' pyproject.toml) && \
+		git grep -lF "$$old" | xargs sed -i "s#$$old#$(REPOSITORY)#g"
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

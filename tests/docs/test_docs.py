@@ -1,6 +1,5 @@
 """README and docs: links have a target, and commands and Python blocks run unchanged."""
 
-import inspect
 import json
 import os
 import random
@@ -17,28 +16,28 @@ from byte_model import save_byte_model, save_llama
 from covering import in_one_test
 from eval_common import BOOK, make_data
 from series_files import write_series
-from transformers import AutoModelForCausalLM
 
 import titans_hf
-from titans_hf.cli import demo
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eval" / "README.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eval" / "README.md"]
 PAGES += sorted((ROOT / "src" / "titans_hf" / "checkpoints").glob("*/README.md"))
 LOG = ROOT / "docs" / "dev" / "log.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What the commands write or is transformers' own, and so is no file of the project.
-WRITTEN = {"series.json", "run.json", "trainer_state.json", "memory.json"}
+WRITTEN = {"run.json", "trainer_state.json", "losses.png", "config.json", "my_text.txt"}
 WRITTEN |= {"generation/test_utils.py", "exporters/test_export.py"}
 # Packages that the development environment does not have: their blocks run where they are installed.
 OPTIONAL = {"from torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 # What makes a command short, by how it begins; the first entry that fits counts. None: the command is not run, since it
 # needs the network, a GPU, other machines or minutes, or is a server, which tests/cli/test_serve.py asks.
 OPTIONS = {
-    **dict.fromkeys(("git", "pip", "hf", "make", "curl", "accelerate", "python -m pytest")),
+    **dict.fromkeys(("git", "pip", "hf", "make", "curl", "accelerate", "python -m pytest", "python -m build")),
+    "titans-hf train .*fineweb": None,
     **dict.fromkeys(("titans-hf serve", "transformers chat", "titans-hf lm-eval run .*--metadata")),
     ".*--tasks lambada": None,
     **dict.fromkeys(("python -m scripts.bench gpu --output", "python -m scripts.bench decode --compile")),
+    "python -m eval.pages": None,  # writes the pages of the checkout; tests/eval/test_pages.py compares them
     "python -m scripts.bench (memory|gpu)": "",
     "python -m scripts.bench models": "--lengths 32 --size tiny --repeats 1",
     "python -m scripts.bench decode": "--contexts 32 --steps 2 --size tiny",
@@ -54,7 +53,8 @@ OPTIONS = {
     "python -m eval.needles": "--models lmm --steps 1 --questions 1",
     "python -m eval.tables runs/dna": "--baselines cnn",
     "python -m eval.tables": "",
-    "python -m eval.streaming .*--text": "--tokens 300 --window 100 --lengths 80",
+    "python -m eval.streaming .*--task ruler": "--number 1 --window 100",
+    "python -m eval.streaming .*--text": "--number 1 --lengths 80 --window 100",
     "python -m eval.streaming": "",
 }
 STARTS = {"python": "", "titans-hf": "-m titans_hf", "trl": "-m trl.cli.main"}
@@ -62,19 +62,23 @@ PROGRAMS = {x.split()[0] for x in OPTIONS if not x.startswith(".")}
 
 
 class Block(NamedTuple):
-    """A fenced block, or the code of a notebook: its page, the line that it starts in, its language and its text."""
+    """A fenced block, or the code of a notebook: its page, the line that it starts in, its language, its text, and the
+    block without a language that follows at once, which is what it prints.
+    """
 
     page: Path
     line: int
     language: str
     text: str
+    printed: str = ""
 
 
 BLOCKS = [
-    Block(page, text[: match.start()].count("\n") + 1, match[1], match[2])
+    Block(page, text[: match.start()].count("\n") + 1, match[1], match[2], printed[1] if printed else "")
     for page in PAGES
     for text in [page.read_text(encoding="utf-8")]
     for match in FENCE.finditer(text)
+    for printed in [re.match(r"\n\n```\n(.*?)^```$", text[match.end() :], re.MULTILINE | re.DOTALL)]
 ]
 for page in sorted((ROOT / "examples").glob("*.ipynb")):
     cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
@@ -98,6 +102,7 @@ def each(language: str) -> list:
     """Makes a slow test of each block of which something is run, a long one of those with a table's commands."""
     found = {f"{x.page.relative_to(ROOT)}:{x.line}": x for x in BLOCKS if x.language == language}
     found = {name: x for name, x in found.items() if language != "bash" or sys.executable in program_of(x.text)}
+    found = {name: x for name, x in found.items() if "OpenAI(" not in x.text}  # tests/cli/test_serve.py asks a server
     mark = lambda x: pytest.mark.long if x.page.name in ("results.md", "speed.md") else pytest.mark.slow  # noqa: E731
     return [pytest.param(x, id=name, marks=mark(x)) for name, x in found.items()]
 
@@ -125,7 +130,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file), f"{page.name} links to {target}: {sorted(anchors(file))}"
 
 
-@in_one_test("page", sorted({*PAGES} - {LOG}))  # which tells the past, and may name what is gone
+@in_one_test("page", sorted({*PAGES} - {LOG, ROOT / "CHANGELOG.md"}))  # which tell the past, and may name what is gone
 def test_named_files_exist(page):
     """Every file that a page names is in the project."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -146,11 +151,9 @@ def test_an_entry_of_the_log_is_short():
 
 
 def test_the_api_page_has_every_public_name():
-    """docs/api.md has every public name, and every argument of `remember`."""
+    """docs/api.md renders the docstring of every public name, and of no other name."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    arguments = [f"| `{name}` |" for name in inspect.signature(titans_hf.remember).parameters]
-    assert not [name for name in arguments if name not in page]
-    assert not [name for name in titans_hf.__all__ if not re.search(rf"`{name}\b", page)]
+    assert sorted(re.findall(r"<!-- auto\w+: titans_hf\.(\w+) -->", page)) == sorted(titans_hf.__all__)
 
 
 def test_blocks_are_of_languages_that_are_run():
@@ -172,8 +175,8 @@ def stage(tmp_path_factory):
     for name in ("data/books/train", "data/books/valid", "my_texts", "books", "data/ett", "my_chats"):
         (folder / name).mkdir()
         (folder / name / "a.txt").write_text(BOOK) if "chats" not in name else None
-    for name in ("notes.txt", "chapter.txt"):
-        (folder / name).write_text(BOOK[:300])
+    for name in ("notes.txt", "my_text.txt"):
+        (folder / name).write_text(BOOK[:300] if name == "notes.txt" else BOOK)
     for name in ("data/ett/ETTh1.csv", "my_series.csv"):
         write_series(folder / name, rows=1000)
     (data / "dna" / "human_nontata_promoters").mkdir(parents=True)
@@ -181,13 +184,12 @@ def stage(tmp_path_factory):
     (data / "dna" / "human_nontata_promoters" / "test.tsv").write_text("\n".join(["seq\tlabel", *rows, ""]))
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}]
     (folder / "my_chats" / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 32)
-    save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", max_position_embeddings=8192, hidden_size=64)
-    for name, variant in {"runs/tiny-lmm": "lmm", "runs/novels-chat": "mag", "you/your-model": "mag"}.items():
-        save_byte_model(folder / name, variant)
-    shutil.copy(ROOT / "src" / "titans_hf" / "cli" / "configs" / "chat_template.jinja", folder / "runs" / "novels-chat")
-    demo_model = folder / "runs" / "demo" / "titans-lmm"
-    AutoModelForCausalLM.from_config(demo.make_configs("lmm")["Titans LMM"]).save_pretrained(demo_model)
-    demo.make_tokenizer().save_pretrained(demo_model)
+    smol = folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+    save_llama(smol, max_position_embeddings=8192, hidden_size=64)
+    for name in ("runs/first", "runs/tuned", "runs/chat", "you/your-model"):
+        save_byte_model(folder / name, "mag")
+    for model in (smol, folder / "runs" / "chat"):
+        shutil.copy(ROOT / "src" / "titans_hf" / "cli" / "configs" / "chat_template.jinja", model)
     return folder
 
 
@@ -197,12 +199,14 @@ def workplace(stage, tmp_path):
     return Path(shutil.copytree(stage, tmp_path / "checkout", symlinks=True))
 
 
-def run(command: list[str], folder: Path, timeout: float) -> None:
-    """Runs a block in `folder`, offline, with caches of its own."""
+def run(command: list[str], folder: Path, timeout: float) -> str:
+    """Runs a block in `folder`, offline, with caches of its own; returns what it printed."""
     own = {"HF_HOME": str(folder.parent / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    options = dict(cwd=folder, env=os.environ | own, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    own["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # titans-hf within a line or a program
+    options = dict(cwd=folder, env=os.environ | own, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     done = subprocess.run(command, timeout=timeout, **options)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 @pytest.mark.timeout(900)
@@ -217,11 +221,31 @@ def test_commands_run(block, workplace):
 
 @pytest.mark.parametrize("block", each("python"))
 def test_python_runs(block, workplace):
-    """A Python block runs alone and unchanged; so does the code of a notebook, in the notebook's folder."""
+    """A Python block runs alone and unchanged, and prints what the page says unless a model of the stage stands for
+    another one; so does the code of a notebook, in the notebook's folder.
+    """
     for text, package in OPTIONAL.items():
         if text in block.text:
             pytest.importorskip(package)
     if "torch.cuda" in block.text and not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
     folder = workplace / "examples" if block.page.suffix == ".ipynb" else workplace
-    run([sys.executable, "-c", block.text], folder, 250)
+    printed = run([sys.executable, "-c", block.text], folder, 250)
+    if not re.search(r"HuggingFaceTB/|runs/", block.text):
+        assert block.printed in printed
+
+
+def test_the_address_stands_in_one_place():
+    """Every page and form that has the repository's address has the one of pyproject.toml."""
+    (address,) = re.findall(r'^Repository = "(.*)"', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    host = address.rpartition("/")[0].rpartition("/")[0]
+    for page in [*PAGES, ROOT / "pyproject.toml", *(ROOT / ".github").rglob("*.*")]:
+        found = re.findall(rf"{host}/[\w.-]+/titans-hf\b", page.read_text(encoding="utf-8"))
+        assert {*found} <= {address}, page
+
+
+@pytest.mark.slow
+def test_the_site_builds(tmp_path):
+    """Sphinx makes the site out of the pages without a warning: no link is broken, and every name has a docstring."""
+    pytest.importorskip("sphinx")
+    run([sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(ROOT / "docs"), str(tmp_path)], ROOT, 250)

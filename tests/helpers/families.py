@@ -1,4 +1,4 @@
-"""Small random models of many families; `python tests/helpers/families.py` prints docs/families.md."""
+"""Small random models of many families; `python tests/helpers/families.py` prints docs/dev/families.md."""
 
 import inspect
 import sys
@@ -150,14 +150,14 @@ def after_recall(model: PreTrainedModel, ids: torch.Tensor, cuts: list[int], pad
 
 
 def page() -> Iterator[str]:
-    """Yields the lines of docs/families.md."""
+    """Yields the lines of docs/dev/families.md."""
     yield "# Families of models that `remember` was tried with\n"
     yield "Random models of four layers in float64, window 12, chunks of 8 tokens, passages, a list, fast weights"
     yield "on all linear layers but queries and keys, gradients of norm 1 at most, rate 0.1. The columns are the"
     yield "largest differences of logits from one call over 45 tokens. *Recall* compares seven tokens after a recall:"
     yield "in pieces, of a row alone, with padding on the left (0 where no layer has full attention, which passages"
     yield f"need). *Learning* is the largest change of logits by learning. Transformers {transformers.__version__};"
-    yield "made by `python tests/helpers/families.py > docs/families.md`.\n"
+    yield "made by `python tests/helpers/families.py > docs/dev/families.md`.\n"
     yield "| model_type | in pieces | left padding | row alone | recall | learning |"
     yield "|---|---|---|---|---|---|"
     for family in sorted(CHOSEN + OTHERS):

@@ -7,18 +7,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LINES = {"*.py": 28_500, "tests/*.py": 11_970}
 RECORDS = 43  # classes of src/titans_hf that only hold fields
-WORDS = {"README.md": 400, "docs/results.md": 1_750, "docs/dev/log.md": 8_500}  # bars of tables not counted
 
 
-def test_python_and_pages_keep_their_sizes():
+def test_python_keeps_its_size():
     """What is added takes the place of something: otherwise every change would make the project longer."""
     for pattern, most in LINES.items():
         tracked = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True)
         found = sum(len((ROOT / name).read_bytes().splitlines()) for name in tracked.stdout.split())
         assert 0 < found <= most, f"{pattern}: {found} lines, at most {most}"
-    for name, most in WORDS.items():
-        found = sum(bool(set(x) - set("|-")) for x in (ROOT / name).read_text(encoding="utf-8").split())
-        assert found <= most, f"{name}: {found} words, at most {most}"
     files = (ROOT / "src" / "titans_hf").rglob("*.py")
     found = sum(len(re.findall(r"^@dataclass|\((?:NamedTuple|TypedDict)\)", x.read_text("utf-8"), re.M)) for x in files)
     assert found <= RECORDS, f"{found} record types, at most {RECORDS}"
