@@ -44,6 +44,7 @@ conformance: .venv/conformance.stamp
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: .venv/dev.stamp
 	$(BIN)/ruff check --fix .
