@@ -53,6 +53,7 @@ address:
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: .venv/dev.stamp
 	$(BIN)/ruff check --fix .

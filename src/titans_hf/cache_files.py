@@ -66,7 +66,7 @@ def weight_facts(model: PreTrainedModel, most: int | None = None) -> dict[str, s
         dtypes.add(str(x.dtype).removeprefix("torch."))
         for y in _parts(x):  # without the name: a wrapper such as torch.compile's adds to it
             total.update(f"{y.dtype} {tuple(y.shape)}\n".encode())
-            total.update(y.detach().flatten()[:most].cpu().contiguous().view(torch.uint8).numpy())
+            total.update(y.detach().flatten()[:most].cpu().contiguous().view(torch.uint8).numpy().data)
     for module in model.modules():
         if hasattr(module, "base_layer") or hasattr(module, "original_module"):  # of PEFT, around a module
             used = {key: getattr(module, key, None) for key in ADAPTER_ATTRIBUTES}
@@ -89,8 +89,7 @@ def _offloaded(model: PreTrainedModel, name: str, x: Tensor) -> Tensor:
     """Returns the weight that accelerate's hook keeps in place of x, on the meta device; x itself if there is none."""
     module, _, own = name.rpartition(".")
     hook = getattr(model.get_submodule(module), "_hf_hook", None)
-    held = next((y.weights_map for y in (hook, *getattr(hook, "hooks", ())) if getattr(y, "weights_map", None)), {})
-    return held[own] if held else x
+    return next((y.weights_map[own] for y in (hook, *getattr(hook, "hooks", ())) if getattr(y, "weights_map", None)), x)
 
 
 def _parts(x: Tensor) -> Iterator[Tensor]:

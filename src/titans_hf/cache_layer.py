@@ -84,11 +84,11 @@ class LayerState:
 
     def _of_equal_length(self, other: "LayerState") -> "list[LayerState]":
         """Returns both states with windows of the same length."""
-        states = [self, other]
-        if isinstance(self.kv_cache, WindowCache):
-            length = max(state.kv_cache.window.keys.shape[1] for state in states)
-            states = [replace(state, kv_cache=state.kv_cache.with_length(length)) for state in states]
-        return states
+        ours, theirs = self.kv_cache, other.kv_cache
+        if isinstance(ours, WindowCache) and isinstance(theirs, WindowCache):
+            length = max(x.window.keys.shape[1] for x in (ours, theirs))
+            ours, theirs = ours.with_length(length), theirs.with_length(length)
+        return [replace(self, kv_cache=ours), replace(other, kv_cache=theirs)]
 
     def merged(self, other: "LayerState", weight: float) -> "LayerState":
         """Returns the state with the memory (1 - weight) * self + weight * other; its other parts are this state's."""
@@ -189,6 +189,7 @@ class TitansCacheLayer(CacheLayerMixin):
         super().__init__()
         self.is_compileable = compileable
         self.state: LayerState | None = None
+        self.num_columns: int | Tensor = 0
         self.set_num_columns(0)
         self.record_past = False
         self.recorded: RecordedColumns | None = None
@@ -208,10 +209,10 @@ class TitansCacheLayer(CacheLayerMixin):
             recorded = empty if self.recorded is None else self.recorded
             self.recorded = recorded.append(inputs, columns)
         self.state, self.to_reread, self.restart = after, None, None
-        if self.is_compileable and not self.is_initialized:
+        if isinstance(self.num_columns, Tensor) and not self.is_initialized:
             self.num_columns = self.num_columns.to(inputs.device)
         self.num_columns = self.num_columns + inputs.shape[1]
-        self.is_initialized = True
+        self.is_initialized: bool = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("A TitansCache stores layer states, not keys and values: use it with a Titans model.")

@@ -314,7 +314,7 @@ def _check_equal(problem: str, fields: dict, expected: dict) -> None:
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
     """Returns the model inside of PEFT's model; any other model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(model, "get_base_model", lambda: model)()
 
 
 # The fields that determine state shapes and chunk boundaries, by variant: outside of calls, which may be compiled.

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
 from inspect import get_annotations
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,7 +36,7 @@ VARIANTS = ("mac", "mag", "mal", "lmm")
 WITH_ATTENTION = ("mac", "mag", "mal")
 WITH_WINDOW = ("mag", "mal")
 # The defaults that `memory_form` sets.
-FORMS = {
+FORMS: dict[str, dict[str, Any]] = {
     "memory_depth": {"titans": 2, "paper": 2},
     "memory_expansion": {"titans": 1, "paper": 4},
     "memory_network": {"titans": "mlp", "paper": "residual"},
@@ -80,17 +79,21 @@ def setting(
     return field(default=default, metadata=facts | dict(variants=variants, state=state, card=card))
 
 
-@cache
+_FACTS: dict[type, dict[str, Mapping[str, Any]]] = {}  # the results of `field_facts`
+
+
 def field_facts(config_class: type) -> dict[str, Mapping[str, Any]]:
     """Returns the arguments of `setting` for every field of a config class, in the order of declaration.
 
     A subclass that changes only a field's default inherits the other facts.
     """
-    facts = {}
+    if config_class in _FACTS:
+        return _FACTS[config_class]
+    facts: dict[str, Mapping[str, Any]] = {}
     for base in reversed([c for c in config_class.__mro__ if is_dataclass(c)]):
         own = get_annotations(base)
         facts |= {x.name: x.metadata for x in fields(base) if x.name in own and x.metadata}
-    return facts
+    return _FACTS.setdefault(config_class, facts)
 
 
 @strict

@@ -19,7 +19,7 @@ Shapes: B rows, H heads, T tokens, C tokens of a chunk, L matrices of the networ
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ LOSSES: dict[str, Loss] = {"l2": l2, "huber": huber}
 
 def read(network: Network, weights: Sequence[Tensor], queries: Tensor) -> Tensor:
     """Computes M(q) (eq. 15): weights (..., d_in, d_out), queries (..., T, D) -> (..., T, D)."""
-    return network(queries, [lambda x, w=w: x @ w for w in weights])
+    return network(queries, [partial(torch.matmul, other=w) for w in weights])
 
 
 def gradient_factors(

@@ -13,6 +13,7 @@ Shapes: B rows, H heads, T tokens, K features, V entries of a value, P chunks of
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -74,17 +75,16 @@ def delta_rule(
     """
     if q.shape[2] == 1 and filled is None:
         return token(q, k, v, theta, log_eta, log_retain, m_0, m, s)
+    compute: Callable[..., Results] = piece
+    if recompute:
+        compute = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
     outputs, deltas, size = [], [], PIECE.get(q.device.type, PIECE["cpu"])
     for begin in range(0, q.shape[2], size):
         of_tokens = (
             None if x is None else x[:, :, begin : begin + size] for x in (q, k, v, theta, log_eta, log_retain)
         )
         slots = None if filled is None else filled[:, begin : begin + size]
-        arguments = (*of_tokens, m_0, m, s, slots, chunk_size)
-        if recompute:
-            o, delta, m, s = checkpoint(piece, *arguments, use_reentrant=False, preserve_rng_state=False)
-        else:
-            o, delta, m, s = piece(*arguments)
+        o, delta, m, s = compute(*of_tokens, m_0, m, s, slots, chunk_size)
         outputs.append(o)
         deltas.append(delta)
     return torch.cat(outputs, 2), torch.cat(deltas, 2), m, s

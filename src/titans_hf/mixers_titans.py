@@ -134,8 +134,8 @@ class TitansMixer(nn.Module):
             return initial
         return initial.where_rows(grid.source_rows < 0, state.map(lambda x: x[grid.source_rows]))
 
-    def mix(self, inputs: Tensor, state: LayerState, grid: TokenGrid, **kwargs) -> Mixed:
-        """Mixes inputs (R, G, hidden) on the slots of `grid`."""
+    def mix(self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, **kwargs) -> Mixed:
+        """Mixes hidden_states (R, G, hidden) on the slots of `grid`."""
         raise NotImplementedError
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
@@ -149,7 +149,7 @@ class TitansMixer(nn.Module):
         conv_state = self.memory.initial_conv_state(memory, persistent.dtype)
         memory_output = persistent
         if self.memory_reads_persistent and self.config.num_persistent_tokens:
-            grid = TokenGrid.identity(*persistent.shape[:2], persistent.device)
+            grid = TokenGrid.identity(len(persistent), persistent.shape[1], persistent.device)
             memory_output, memory, conv_state, _ = self.memory.update(
                 persistent, memory, conv_state, grid, projects=self.attends_to_memory
             )
@@ -189,8 +189,8 @@ class LMMMixer(TitansMixer):
     """The memory alone (paper section 4.3, "memory without attention")."""
 
     def mix(self, hidden_states, state, grid, **kwargs):
-        output, *after, update = self.memory.update(hidden_states, state.memory, state.conv_state, grid)
-        return output, None, LayerState(*after), [update]
+        output, memory, conv_state, update = self.memory.update(hidden_states, state.memory, state.conv_state, grid)
+        return output, None, LayerState(memory, conv_state), [update]
 
 
 class MALMixer(TitansMixer):
@@ -271,6 +271,8 @@ class MACMixer(TitansMixer):
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         size, eps = config.hidden_size, config.rms_norm_eps
+        # In a segment of one chunk, the memory's anchor, if it has one, is the weights at the segment's start.
+        self.keeps_segment_weights = config.segment_length != config.memory_chunk_size or not config.is_deep
         self.recall = MemoryRecall(config, layer_idx)
         self.attention = SegmentAttention(config, layer_idx)
         self.attention_norm = None if config.memory_residual else TitansRMSNorm(size, eps=eps)
@@ -278,13 +280,6 @@ class MACMixer(TitansMixer):
 
     def initial_kv_cache(self, memory_output):
         return self.attention.initial_kv_cache(memory_output)
-
-    @property
-    def keeps_segment_weights(self) -> bool:
-        """True if the state needs a copy of the weights at the segment's start: in a segment of one chunk, the memory's
-        anchor, if it has one, is that copy.
-        """
-        return self.config.segment_length != self.config.memory_chunk_size or not self.memory.is_deep
 
     def mix(self, hidden_states, state, grid, **kwargs):
         """Mixes segment after segment. Parts that need no memory are computed for all segments at once, in fewer and
@@ -312,10 +307,10 @@ class MACMixer(TitansMixer):
             # on [P | h | S]: eq. 22-23
             attended, maps, cache = self.attention(projected, h, state.kv_cache, slots, part.filled, **kwargs)
             y = segment + attended  # y_t: eq. 23, with the residual connection
-            before = (state.memory, state.conv_state)
-            output, *after, update = self.memory.update(y, *before, part, initial, projects=False)  # M_t: eq. 24
-            kept = weights if self.keeps_segment_weights else ()
-            state = LayerState(*after, cache, kept)
+            output, memory, conv_state, update = self.memory.update(  # M_t: eq. 24
+                y, state.memory, state.conv_state, part, initial, projects=False
+            )
+            state = LayerState(memory, conv_state, cache, weights if self.keeps_segment_weights else ())
             results.append((attended, output, maps, update))
         attended, retrieved, attentions, updates = zip(*results, strict=True)
         attended = torch.cat(attended, dim=1)

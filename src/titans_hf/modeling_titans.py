@@ -211,7 +211,7 @@ class TitansModel(TitansPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(TitansDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = TitansRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm: nn.Module = TitansRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -219,7 +219,7 @@ class TitansModel(TitansPreTrainedModel):
         """Leaves in the tensor parallel plan the modules that this variant has."""
         super().init_parallel_plans()
         names = {re.sub(r"\.\d+\b", ".*", name) for name, _ in self.named_modules()}
-        self._tp_plan = {name: style for name, style in self._tp_plan.items() if name in names}
+        self._tp_plan: dict[str, str] = {name: style for name, style in self._tp_plan.items() if name in names}
 
     @merge_with_config_defaults
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")

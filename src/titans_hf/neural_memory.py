@@ -5,6 +5,7 @@ Shapes: B batch, H heads, T tokens, D head size of the memory.
 """
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -174,7 +175,7 @@ def layer_shapes(config: TitansConfig) -> list[tuple[int, int]]:
     sizes = [size, *[config.memory_expansion * size] * (config.memory_depth - 1), size]
     outputs = 2 if config.memory_activation == "product" else 1
     shapes = [(d_in, d_out * outputs) for d_in, d_out in pairwise(sizes)]
-    return [*shapes[:-1], tuple(sizes[-2:])]
+    return [*shapes[:-1], (sizes[-2], sizes[-1])]
 
 
 class NeuralMemory(nn.Module):
@@ -301,8 +302,8 @@ class NeuralMemory(nn.Module):
             memory = self.initial_state(len(hidden_states), hidden_states.dtype)
             state = LayerState(memory, self.initial_conv_state(memory, hidden_states.dtype))
         grid = TokenGrid.build(state.memory.num_seen, hidden_states.shape[1], self.config.memory_grid_size)
-        output, *after, _ = self.update(grid.scatter(hidden_states), state.memory, state.conv_state, grid)
-        return grid.gather(output), LayerState(*after)
+        output, memory, conv, _ = self.update(grid.scatter(hidden_states), state.memory, state.conv_state, grid)
+        return grid.gather(output), LayerState(memory, conv)
 
     def update(
         self,
@@ -358,8 +359,8 @@ class NeuralMemory(nn.Module):
         (m,), s = state.weights, state.momentum[0] if state.momentum else None
         if updates:
             rule = choose_rule(self.config.memory_kernel, k, s is not None, grid, dtype) or delta_rule
-            options = {"chunk_size": self.config.memory_chunk_size, "recompute": self.config.memory_recompute}
-            retrieved, delta, m, s = rule(q, k, v, *gates, m_0, m, s, grid.filled, **options)
+            learn = partial(rule, chunk_size=self.config.memory_chunk_size, recompute=self.config.memory_recompute)
+            retrieved, delta, m, s = learn(q, k, v, *gates, m_0, m, s, grid.filled)
         else:
             retrieved, delta = q @ m, error_of(k, v, m)
         surprise = k.norm(dim=-1) * delta.norm(dim=-1) if grid.needs_surprise else None
@@ -381,21 +382,11 @@ class NeuralMemory(nn.Module):
         chunk_size, clips = self.config.memory_chunk_size, self.loss is LOSSES["huber"]
         num_seen, starts = self._num_seen(state, grid), self._chunk_starts(state, grid)
         if updates:
-            *state_of_rule, m_0 = state.weights, state.momentum, state.anchor, initial if self.stable else None
-            options = {"network": self.network, "loss": self.loss, "clips": clips, "chunk_size": chunk_size}
-            retrieved, surprise, *after = deep_rule(
-                q,
-                k,
-                v,
-                *gates,
-                m_0,
-                *state_of_rule,
-                grid.filled,
-                starts,
-                recompute=self.config.memory_recompute,
-                **options,
-            )
-            return retrieved, surprise, MemoryState(*map(tuple, after), num_seen)
+            learn = partial(deep_rule, network=self.network, loss=self.loss, clips=clips, chunk_size=chunk_size)
+            learn = partial(learn, recompute=self.config.memory_recompute)
+            of_rule = (initial if self.stable else None, state.weights, state.momentum, state.anchor)
+            retrieved, surprise, m, s, last = learn(q, k, v, *gates, *of_rule, grid.filled, starts)
+            return retrieved, surprise, MemoryState(tuple(m), tuple(s), tuple(last), num_seen)
         retrieved, surprise, anchor = read(self.network, state.weights, q), None, state.weights
         if starts is not None:  # a chunk that began before keeps its anchor
             pairs = zip(state.weights, state.anchor, strict=True)

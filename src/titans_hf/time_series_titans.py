@@ -96,8 +96,8 @@ class TimeSeriesState:
     def check_fits(self, config: TitansTimeSeriesConfig, num_series: int, num_channels: int) -> None:
         """Raises ValueError for the state of a model of other sizes, or of another number of series or channels."""
         series, length = len(self.cycle_position), self.values.shape[1]
-        has = (series, len(self.values) // series, length, self.hidden_states.shape[2])
-        has += (length // self.hidden_states.shape[1],)
+        _, patches, size = self.hidden_states.shape
+        has = (series, len(self.values) // series, length, size, length // patches)
         names = ("context_length", "hidden_size", "patch_length")
         fits = (num_series, num_channels, *(getattr(config, name) for name in names))
         for name, given, expected in zip(("series", "channels", *names), has, fits, strict=True):

@@ -12,7 +12,7 @@ of a row, P entries that precede a row's first slot.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,7 +132,8 @@ class TokenGrid:
     def to(self, device: torch.device, non_blocking: bool = False) -> "TokenGrid":
         """Copies the grid to a device. Accelerate calls it when layers are on several devices."""
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
+        moved: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()}
+        return replace(self, **moved)
 
     def once(self, name: str, compute: Callable[[], Tensor], device: torch.device) -> Tensor:
         """Returns what the first layer of a call computes for all layers on its device, for example a mask."""
@@ -144,9 +145,9 @@ class TokenGrid:
         """Splits the grid every `length` slots; a row may have no token in some of the parts."""
         for first in range(0, self.num_slots, length):
             size = min(length, self.num_slots - first)
-            row_starts, row_ends = ((x - first).clamp(0, size) for x in (self.row_starts, self.row_ends))
-            options = {"needs_surprise": self.needs_surprise, "learns": self.learns}
-            yield TokenGrid(size, row_starts, row_ends, self.token_slots, **options)
+            starts, ends = ((x - first).clamp(0, size) for x in (self.row_starts, self.row_ends))
+            asks, learns = self.needs_surprise, self.learns
+            yield TokenGrid(size, starts, ends, self.token_slots, needs_surprise=asks, learns=learns)
 
     def positions(self, num_seen: Tensor) -> Tensor:
         """Computes each slot's position (R, G) in its document; `num_seen` (B,): tokens read before the call."""
@@ -394,7 +395,7 @@ def _check_documents(shape: tuple[int, int], documents: Documents) -> None:
         if name == "cu_seq_lens_q":
             fits, expected = value.dim() == 1 and len(value) > 0, "(N + 1,)"
         else:
-            fits, expected = value.dim() == 2 and value.shape in (shape, (1, shape[1])), shape
+            fits, expected = value.dim() == 2 and value.shape in (shape, (1, shape[1])), str(shape)
         if not fits:
             raise ValueError(f"`{name}` must be {expected}, but is {tuple(value.shape)}.")
 

@@ -108,7 +108,7 @@ def train_and_ask(args: argparse.Namespace) -> tuple[dict[str, list[float]], dic
         folder = args.output_dir / name.replace(" ", "-").lower()
         model.save_pretrained(folder)
         make_tokenizer().save_pretrained(folder)
-        ways = {name: {}}
+        ways: dict[str, dict[str, float]] = {name: {}}
         if config.model_type == "titans":
             ways[f"{name}, memory off"] = {"memory_max_lr": 0.0}
         for way, changes in ways.items():

@@ -30,7 +30,8 @@ class Reading:
     def __init__(self, model: PreTrainedModel, folder: Path):
         self.model, self.folder = model, folder
         self.fingerprint = fingerprint_for_memories(model)  # hashes all weights of a Titans: once, not at every save
-        self.digests, self.num_read = [], 0
+        self.digests: list[str] = []
+        self.num_read = 0
         self.cache = new_cache(model)
         self.cache.seen_in_folders[folder.resolve()] = None  # a memory of another process is not replaced
 
@@ -87,7 +88,7 @@ def read_before(about: dict[str, Any]) -> tuple[list[str], int]:
     reading = about.get("reading")
     match {"texts": [], "tokens": 0} if reading is None else reading:
         case {"texts": [*digests], "tokens": int(num_read)}:
-            return digests, num_read
+            return [str(x) for x in digests], num_read
     raise ValueError(f"the memory's `about` is damaged: its reading is {reading!r:.80}")
 
 

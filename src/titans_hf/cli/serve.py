@@ -87,7 +87,7 @@ def check_options(model: str | None, memory: str | None, compiles: bool) -> None
 class State(GenerationState):
     def __init__(self, compile: bool, **options):
         super().__init__(compile=compile)
-        self.managers = defaultdict(partial(TitansGenerateManager, **options))
+        self.managers: dict[str, TitansGenerateManager] = defaultdict(partial(TitansGenerateManager, **options))
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> TitansGenerateManager:
         return self.managers[model_id]

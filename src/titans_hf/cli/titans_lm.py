@@ -83,7 +83,7 @@ class TitansLM(HFLM):
         """Scores continuations as answers of `generate()`: what it reads, recalls and learns is the same, but the
         tokens are given. choices: the number of a context, and a continuation.
         """
-        scores = []
+        scores: list[tuple[float, bool]] = []
 
         def decode(model, input_ids: Tensor, **given) -> Tensor:
             cache: AnyCache = given["cache"]

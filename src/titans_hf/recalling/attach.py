@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -163,7 +164,8 @@ def check_reading(model: PreTrainedModel) -> None:
 class KeptCacheMixin(GenerationMixin):
     """`generate()` that goes on with its cache: Phi-3 drops it where its rotary frequencies would change."""
 
-    def prepare_inputs_for_generation(self, *args, cache: MemoryCache | None = None, **kwargs) -> dict:
+    def prepare_inputs_for_generation(self, *args, **kwargs) -> dict:
+        cache = kwargs.pop("cache", None)
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         return inputs if cache is None else inputs | {"cache": cache}
 
@@ -173,7 +175,7 @@ class RememberingModel(EndedRowsMixin, KeptCacheMixin):
 
     memory: Memory
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         """Copies and pickles the model, whose class cannot be found by its name."""
         return _new_instance, (type(self).__bases__[1],), self.__dict__
 
@@ -235,7 +237,7 @@ class RememberingModel(EndedRowsMixin, KeptCacheMixin):
                 cache.begin_prompt()
 
 
-def remembering_class(own: type) -> type:
+def remembering_class(own: type[PreTrainedModel]) -> type:
     """Returns the subclass of a model's class that reads with a memory, under the same name."""
     signature = inspect.signature(own.forward)
     names = [*signature.parameters][1:]
@@ -243,16 +245,15 @@ def remembering_class(own: type) -> type:
     def forward(self, *args, **kwargs):
         return _forward(self, **dict(zip(names[: len(args)], args, strict=True)), **kwargs)
 
-    forward.__signature__ = signature
+    vars(forward)["__signature__"] = signature
     forward = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
     fields = {name: getattr(own, name) for name in ("__module__", "__doc__", "__qualname__")}
     return type(own.__name__, (RememberingModel, own), {"forward": forward} | fields)
 
 
-def _new_instance(own: type) -> RememberingModel:
+def _new_instance(own: type[PreTrainedModel]) -> RememberingModel:
     """Returns a model without state, whose class reads with a memory."""
-    made = remembering_class(own)
-    return made.__new__(made)
+    return object.__new__(remembering_class(own))
 
 
 def _forward(
@@ -285,12 +286,12 @@ def _forward(
     cache = MemoryCache(model) if cache is None else cache
     columns = _columns(input_ids, attention_mask, position_ids)
     columns = _of_generation(model, cache, columns, returns_cache)
-    length, is_number = input_ids.shape[1], isinstance(logits_to_keep, int)
-    num_kept = min(logits_to_keep, length) if is_number and logits_to_keep and labels is None else length
+    length, number = input_ids.shape[1], logits_to_keep if isinstance(logits_to_keep, int) else None
+    num_kept = min(number, length) if number and labels is None else length
     asked = {"output_hidden_states": output_hidden_states, "output_router_logits": output_router_logits}
     asked = {name: value for name, value in asked.items() if value is not None}
     logits, of_layers = read_call(model, cache, columns, num_kept, asked, recall)
-    output = {"logits": logits if is_number else logits[:, logits_to_keep], **of_layers}
+    output = {"logits": logits if number is not None else logits[:, logits_to_keep], **of_layers}
     output["cache"] = cache if returns_cache else None
     if labels is not None:
         options = {"vocab_size": model.config.get_text_config(decoder=True).vocab_size}

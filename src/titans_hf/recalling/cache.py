@@ -162,7 +162,8 @@ class MemoryCache(Texts, Cache):
     def __copy__(self) -> "MemoryCache":
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
-        new.rows, new.branch, new.recording = (copy.copy(x) for x in (self.rows, self.branch, self.recording))
+        new.rows, new.branch = copy.copy(self.rows), copy.copy(self.branch)
+        new.recording = copy.copy(self.recording)
         new.about, new.seen_in_folders = copy.deepcopy(self.about), dict(self.seen_in_folders)
         return new
 

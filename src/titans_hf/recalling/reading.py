@@ -47,7 +47,8 @@ def read_columns(
     outputs OF_LAYERS that the model returns, for each layer (R, T, ...), 0 at padding.
     """
     memory, length, begin = model.memory, columns.width, 0
-    kept, of_layers = [], {name: [] for name in OF_LAYERS}
+    kept: list[tuple[int, Tensor]] = []
+    of_layers: dict[str, list] = {name: [] for name in OF_LAYERS}
     while begin < length:
         end, real = next_piece(memory, rows, columns, begin)
         wanted = min(end - begin, end - (length - num_kept))

@@ -73,9 +73,9 @@ def read_call(
                     logits = torch.cat([logits[:, :-1], logits[:, -1:].index_copy(0, places, of_rows.to(logits))], 1)
             results.append((logits, *others))
             begin = end
-    logits, of_layers = zip(*results, strict=True)
+    of_parts, of_layers = zip(*results, strict=True)
     joined = {name: [torch.cat(x, 1) for x in zip(*(y[name] for y in of_layers), strict=True)] for name in of_layers[0]}
-    return torch.cat(logits, 1), {name: tuple(x) for name, x in joined.items()}
+    return torch.cat(of_parts, 1), {name: tuple(x) for name, x in joined.items()}
 
 
 @torch.no_grad()
@@ -126,7 +126,8 @@ def look_back(model: PreTrainedModel, branch: Rows) -> tuple[dict[int, list[Pass
     """Lets a branch see passages of its texts, and reads the last tokens of its rows once more. Returns the passages by
     row, and of the rows (F,) that have any the logits (F, 1, V) after their last token.
     """
-    memory, text, groups, chosen, found = model.memory, branch.text.cpu().long(), {}, {}, {}
+    memory, text, chosen, found = model.memory, branch.text.cpu().long(), {}, {}
+    groups: dict[tuple[int, bool, int], list[int]] = {}
     branch.text = None
     for row, seen in enumerate(branch.seen.tolist()):
         ids = text[row, max(0, text.shape[1] - seen) :]

@@ -6,11 +6,12 @@ queries of later ones. Behind a window no query sees further than a short text i
 frequencies fit any position.
 """
 
-from torch import nn
+from typing import Any  # PyTorch declares every attribute of a module as a tensor or module
+
 from transformers import PreTrainedModel
 
 
-def scaled_modules(model: PreTrainedModel) -> list[tuple[nn.Module, dict[str, str]]]:
+def scaled_modules(model: PreTrainedModel) -> list[tuple[Any, dict[str, str]]]:
     """Returns the modules whose frequencies depend on the length, and their scalings by the prefix of their buffers."""
     found = []
     for module in model.modules():
@@ -36,7 +37,7 @@ def check_window(model: PreTrainedModel, window: int) -> None:
                 )
 
 
-def fix_frequencies(model: PreTrainedModel) -> list[tuple[nn.Module, object]]:
+def fix_frequencies(model: PreTrainedModel) -> list[tuple[Any, object]]:
     """Lets the frequencies of a model be those of a short text, and returns what `free_frequencies` needs."""
     before = []
     for module, kinds in scaled_modules(model):
@@ -51,7 +52,7 @@ def fix_frequencies(model: PreTrainedModel) -> list[tuple[nn.Module, object]]:
     return before
 
 
-def free_frequencies(before: list[tuple[nn.Module, object]]) -> None:
+def free_frequencies(before: list[tuple[Any, object]]) -> None:
     """Lets the frequencies depend on the length again."""
     for module, kinds in before:
         module.rope_type = kinds

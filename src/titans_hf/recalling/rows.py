@@ -27,6 +27,7 @@ class Rows(Cache):
 
     def __init__(self, layers: list, keeps_text: bool, number: int = 0, device: torch.device | str = "cpu"):
         super().__init__(layers=layers)
+        self.layers: list = layers
         self.seen = self.asked = torch.zeros(number, dtype=torch.int64)
         self.text = torch.zeros(number, 0, dtype=torch.int32, device=device) if keeps_text else None
         self.sinks: dict[int, list] = {}

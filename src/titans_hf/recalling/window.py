@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -72,13 +72,17 @@ class RowLayer:
         """Returns a layer of the same kind that has read nothing."""
         raise NotImplementedError
 
-    def replaced(self, tensors: dict[str, Tensor]) -> "RowLayer":
+    def rewound(self, number: int, is_earlier: bool = False) -> Self:
+        """Returns the layer at an earlier token."""
+        raise NotImplementedError
+
+    def replaced(self, tensors: dict[str, Tensor]) -> Self:
         """Returns a copy with other tensors."""
         new = copy.copy(self)
         new.set_named(tensors)
         return new
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "RowLayer":
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Returns a copy with `function` of each tensor."""
         return self.replaced({name: function(x) for name, x in self.named().items()})
 
@@ -135,8 +139,8 @@ class KeyValueLayer(RowLayer, CacheLayerMixin):
         super().__init__()
         self.window, self.extra, self.is_sliding = window, extra, is_sliding
         self.seen = torch.zeros(1, dtype=torch.int64)
-        self.sink: tuple[Tensor, Tensor] | None = None
-        self.passage: tuple[Tensor, Tensor, Tensor] | None = None
+        self.sink: tuple[Tensor, ...] | None = None
+        self.passage: tuple[Tensor, ...] | None = None
 
     def empty(self) -> "KeyValueLayer":
         return KeyValueLayer(self.window, self.extra, is_sliding=self.is_sliding)
@@ -189,7 +193,7 @@ class KeyValueLayer(RowLayer, CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def rewound(self, number: int, is_earlier: bool = False) -> "KeyValueLayer":
+    def rewound(self, number: int, is_earlier: bool = False) -> Self:
         """Returns the layer without its last `number` columns."""
         return self.replaced(
             {n: x[..., : x.shape[-2] - number, :] if n in KEYS else x for n, x in self.named().items()}
@@ -269,7 +273,7 @@ class StateLayer(RowLayer, LinearAttentionLayer):
             for new, old in ((self.start, self.earlier), (self.states(), self.start))
         )
 
-    def rewound(self, number: int, is_earlier: bool = False) -> "StateLayer":
+    def rewound(self, number: int, is_earlier: bool = False) -> Self:
         """Returns the layer with the states before the unfinished chunk, or with `earlier`."""
         kept = {name: x for name, x in self.named().items() if not name.startswith(STATES)}
         return self.replaced(kept | (self.earlier if is_earlier else self.start))
@@ -317,7 +321,7 @@ class StateAndKeyValueLayer(StateLayer, KeyValueLayer):
         StateLayer.set_named(self, tensors)
         KeyValueLayer.set_named(self, tensors)
 
-    def rewound(self, number: int, is_earlier: bool = False) -> "StateAndKeyValueLayer":
+    def rewound(self, number: int, is_earlier: bool = False) -> Self:
         return KeyValueLayer.rewound(StateLayer.rewound(self, number, is_earlier), number)
 
 
@@ -359,7 +363,7 @@ def register_attention(own: str) -> str:
 
 
 def _attention(own: str) -> Callable:
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
         mask = attention_mask  # some families pass it by its name
         used = own
         if mask is not None and ALL_MASK_ATTENTION_FUNCTIONS[own] is flash_attention_mask:

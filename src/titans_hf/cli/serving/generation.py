@@ -117,7 +117,8 @@ class ServedModel:
             criteria.append(StopStringCriteria(inputs["tokenizer"], generation_config.stop_strings))
             inputs["generation_config"] = copy.copy(generation_config)
             inputs["generation_config"].stop_strings = None
-        start, slots = self._read_prompt(request, input_ids), []
+        start = self._read_prompt(request, input_ids)
+        slots: list[Slot] = []
         source = torch.Generator(self.model.device).manual_seed(seed)
         decode = functools.partial(self._decode, slots, source, inputs.get("streamer"))
         try:

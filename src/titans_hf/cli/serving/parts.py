@@ -57,7 +57,7 @@ def _prompt_or_error(asked: dict[str, Any], marks: dict[Path, str], prompt_of: C
     """Returns the prompt with marks at some paths, or as text the error of a template that refuses a mark."""
     marked = copy.deepcopy(asked)
     for path, mark in marks.items():
-        place = marked
+        place: Any = marked
         for key in path[:-1]:
             place = place[key]
         place[path[-1]] = mark

@@ -7,7 +7,7 @@ them have asked, on the model's thread. A request joins after its prompt, and le
 import copy
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextvars import copy_context
+from contextvars import Context, copy_context
 
 import torch
 from torch import Tensor
@@ -17,12 +17,15 @@ from transformers.cache_utils import Cache
 
 class Slot:
     """A request that is being answered. cache: what it has read; None while its row is in the batch. length: columns
-    that it has read. ids (1, 1), context, logits: what it has asked for last.
+    that it has read. ids (1, 1), context, logits: what it has asked for last, from its first question on.
     """
+
+    ids: Tensor
+    context: Context
+    logits: Future
 
     def __init__(self, cache: Cache):
         self.cache, self.length = cache, cache.get_seq_length()
-        self.ids, self.context, self.logits = None, None, None
 
 
 class Slots:

@@ -103,11 +103,11 @@ def load_blocks(args: RunArguments, tokenizer: Tokenizer, seed: int = 0) -> Bloc
     Without evaluation data, evaluation takes the last blocks of the training data, or the first documents of a stream.
     `seed` shuffles a stream. Raises ValueError or OSError for data that cannot be used.
     """
-    options = dict(dataset_config=args.dataset_config, streaming=args.streaming)
-    splits = load_splits(args.train_data, "--train_data", "train", **options)
+    load = partial(load_splits, dataset_config=args.dataset_config, streaming=args.streaming)
+    splits = load(args.train_data, "--train_data", "train")
     train, validation = splits["train"], splits.get("validation")
     if args.eval_data:
-        validation = load_splits(args.eval_data, "--eval_data", "validation", **options)["validation"]
+        validation = load(args.eval_data, "--eval_data", "validation")["validation"]
     if args.streaming:
         num_blocks = args.max_eval_blocks or STREAMED_EVAL_BLOCKS
         if validation is None:  # every document is at least one block
@@ -218,7 +218,7 @@ def collate(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     batch = {"input_ids": pad_sequence(ids, True), "labels": pad_sequence(labels, True, -100)}
     lengths = torch.tensor([len(row) for row in ids])
     if (lengths < lengths.max()).any():
-        batch["attention_mask"] = (torch.arange(lengths.max()) < lengths[:, None]).long()
+        batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
     return batch
 
 

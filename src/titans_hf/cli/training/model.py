@@ -39,7 +39,7 @@ def load_config(args: RunArguments, tokenizer: PreTrainedTokenizerBase) -> PreTr
             f"--tokenizer, or for a new model --config_overrides vocab_size={len(tokenizer)}"
         )
     if args.num_parameters is not None:
-        sizes = fit_widths(config, settings | overrides, overrides.keys(), args.num_parameters)
+        sizes = fit_widths(config, settings | overrides, set(overrides), args.num_parameters)
         config = type(config)(**settings | overrides | sizes)
     if args.config is not None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

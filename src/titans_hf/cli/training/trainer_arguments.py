@@ -16,11 +16,11 @@ class TrainingArguments(transformers.TrainingArguments):
     """Missing options of saving and evaluation follow the given ones."""
 
     def __post_init__(self):
-        self.save_strategy = self.save_strategy or ("steps" if self.eval_strategy == "no" else self.eval_strategy)
-        self.eval_steps = self.eval_steps or self.save_steps or 0.05
-        self.save_steps = self.save_steps or self.eval_steps
+        self.save_strategy: str = self.save_strategy or ("steps" if self.eval_strategy == "no" else self.eval_strategy)
+        self.eval_steps: float = self.eval_steps or self.save_steps or 0.05
+        self.save_steps: float = self.save_steps or self.eval_steps
         if self.load_best_model_at_end is None:
-            self.load_best_model_at_end = self.eval_strategy != "no"
+            self.load_best_model_at_end: bool = self.eval_strategy != "no"
         super().__post_init__()
 
 
