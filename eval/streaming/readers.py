@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -228,18 +227,18 @@ class Retrieved(Reader):
 
 
 class RetrievedPassages(Retrieved):
-    """The passages that `remember` would choose of the whole text, and the question alone."""
+    """The best passage of the whole text, the newest of those that tie for `remember`, and the question alone."""
 
     passages = Passages()
 
     def find(self, text: Tensor, question: Tensor) -> str:
-        ids = torch.cat([text, question])
-        whole = replace(self.passages, before=0, after=0)  # up to the text's last token
-        places = set()
-        for span in whole.spans(ids, len(ids), len(question) + 1, min(whole.query, len(question))):
-            places |= set(range(max(0, span - self.passages.before), span + 2 * whole.block + self.passages.after))
-        pieces = groupby(enumerate(sorted(x for x in places if x < len(text))), lambda x: x[1] - x[0])
-        return "\n".join(self.tokenizer.decode([int(text[x]) for _, x in piece]).strip() for _, piece in pieces)
+        ids, settings = torch.cat([text, question]), self.passages
+        whole = replace(settings, before=0, after=0)  # up to the text's last token
+        spans = whole.spans(ids, len(ids), len(question) + 1, min(whole.query, len(question)))
+        if not spans:
+            return ""
+        begin, end = max(0, spans[-1] - settings.before), spans[-1] + 2 * settings.block + settings.after
+        return self.tokenizer.decode(text[begin:end]).strip()
 
 
 class RetrievedSentences(Retrieved):

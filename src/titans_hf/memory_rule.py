@@ -191,7 +191,7 @@ def piece(
     for constant_c, of_start_c, mixture_c, written_c in zip(*by_chunk, strict=True):
         states.append(state)
         deltas.append(torch.baddbmm(constant_c, of_start_c, state))  # (C, 2 K) @ (2 K, V)
-        kept = (mixture_c @ state.unflatten(1, (-1, features)).flatten(2)).view_as(state)  # (2, 2) @ (2, K V)
+        kept = (mixture_c @ state.unflatten(1, (-1, features)).flatten(2)).reshape(state.shape)  # (2, 2) @ (2, K V)
         state = torch.baddbmm(kept, written_c.mT, deltas[-1], alpha=-1)  # (2 K, C) @ (C, V)
     states, deltas = (torch.stack(x, 1).unflatten(0, q.shape[:2]) for x in (states, deltas))
 

@@ -492,7 +492,8 @@ class NeuralMemory(nn.Module):
     def _logits(self, gate: TokenGate, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
         """Computes the logits of a gate: (B, H, T), or (B, H, T, layers)."""
         logits, layers = gate(hidden_states).to(dtype), self.config.memory_gates_per_head  # (B, T, H * layers)
-        return logits.mT if layers == 1 else logits.unflatten(-1, (-1, layers)).transpose(1, 2)
+        # Contiguous, because a compiled backward supposes other strides of log_sigmoid than it gets.
+        return (logits.mT if layers == 1 else logits.unflatten(-1, (-1, layers)).transpose(1, 2)).contiguous()
 
 
 class MemoryRecall(nn.Module):

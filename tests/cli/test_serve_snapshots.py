@@ -52,7 +52,7 @@ def user(text) -> dict:
 def test_chats_side_by_side(kind, number, turns, checkpoints, tmp_path):
     """Chats asked at once get the answers of generate(), and a later turn reads only what is new in it."""
     checkpoint = checkpoints / kind
-    chats = [[user(letter * 40 + FIRST)] for letter in "abcdefgh"[:number]]
+    chats = [[user(letter * 40 + FIRST + letter * 9)] for letter in "abcdefgh"[:number]]
     with serving(checkpoint, tmp_path, "--snapshots", "32") as (url, _), ThreadPoolExecutor(number) as users:
         for turn in range(turns):
             answers = list(users.map(lambda messages: answer(url, checkpoint, messages), chats))

@@ -30,7 +30,7 @@ def save_letters(folder, kind: str, template: str = TEMPLATE) -> None:
     sizes = {"vocab_size": 320, "eos_token_id": 1, "pad_token_id": 0}
     if kind == "remember":
         torch.manual_seed(0)
-        shapes = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
+        shapes = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.6}
         config = LlamaConfig(hidden_size=32, intermediate_size=48, bos_token_id=None, **shapes, **sizes)
         model = LlamaForCausalLM(config)
     else:

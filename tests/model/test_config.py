@@ -208,3 +208,28 @@ def test_the_memory_alone_has_no_attention():
 def test_the_context_has_no_limit():
     """By a limit lm-eval's own class would cut prompts; it is no field of the configuration."""
     assert TitansConfig().n_positions > 2**32 and "n_positions" not in TitansConfig().to_dict()
+
+
+def test_checkpoints_of_former_versions(tmp_path):
+    """A saved config whose hidden layers learn by the delta rule is refused, with the way to convert it, and is then
+    the default; other former fields become today's, or are refused where they would be read otherwise.
+    """
+    TitansConfig().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    saved = json.loads(file.read_text())
+
+    def load(changes: dict, **given) -> TitansConfig:
+        file.write_text(json.dumps(saved | {"memory_gates": "head", "memory_error_clip": 1.0} | changes))
+        return AutoConfig.from_pretrained(tmp_path, **given)
+
+    with pytest.raises(ValueError, match=r"hidden layers that learn while reading.*Load it with `memory_hidden_step=0`"):
+        load({"memory_hidden_step": None})
+    config = load({"memory_hidden_step": None}, memory_hidden_step=0)
+    assert config.memory_depth == 2 and not hasattr(config, "memory_hidden_step")
+    assert load({"memory_hidden_step": None, "memory_depth": 1}).memory_depth == 1  # the former "delta"
+    assert load({"memory_hidden_step": 0.0, "memory_kernel": "fla"}).memory_kernel == "auto"
+    deep = {"memory_update_rule": "chunk", "memory_loss": None}
+    assert load(deep).memory_loss == "huber" and load(deep | {"memory_error_clip": None}).memory_loss == "l2"
+    for changes in ({"memory_error_clip": 0.3}, {"memory_gates": "layer"}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            load(deep | changes)
