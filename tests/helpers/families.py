@@ -152,22 +152,21 @@ def after_recall(model: PreTrainedModel, ids: torch.Tensor, cuts: list[int], pad
 def page() -> Iterator[str]:
     """Yields the lines of docs/dev/families.md."""
     yield "# Families of models that `remember` was tried with\n"
-    yield "Random models of four layers in float64, window 12, chunks of 8 tokens, passages, a list, fast weights"
-    yield "on all linear layers but queries and keys, gradients of norm 1 at most, rate 0.1. The columns are the"
-    yield "largest differences of logits from one call over 45 tokens. *Recall* compares seven tokens after a recall:"
-    yield "in pieces, of a row alone, with padding on the left (0 where no layer has full attention, which passages"
-    yield f"need). *Learning* is the largest change of logits by learning. Transformers {transformers.__version__};"
-    yield "made by `python tests/helpers/families.py > docs/dev/families.md`.\n"
-    yield "| model_type | in pieces | left padding | row alone | recall | learning |"
-    yield "|---|---|---|---|---|---|"
+    yield f"{', '.join(sorted(CHOSEN + OTHERS))}.\n"
+    yield f"These raise an error when they are given to `remember`: {', '.join(REFUSED)}.\n"
+    yield "## Differences\n"
+    yield "Random models of four layers in float64, with a window of 12 tokens. A column is the largest difference of"
+    yield "the logits from one call over 45 tokens: when the text is read in pieces, behind padding on the left, or as"
+    yield "a row alone. *Recall* compares seven tokens after a recall of up to three passages in these ways."
+    yield f"Transformers {transformers.__version__}. This page is printed by `python tests/helpers/families.py`.\n"
+    yield "| model_type | in pieces | left padding | row alone | recall |"
+    yield "|---|---|---|---|---|"
     for family in sorted(CHOSEN + OTHERS):
         found = differences(small_model(family))
         if found["generated"] or found["forgotten"]:
             raise ValueError(f"{family} generates otherwise, or is not the original when it is forgotten: {found}")
-        cells = [f"{found[x]:.0e}" for x in ("pieces", "padding", "row alone", "recall")]
-        yield f"| {family} | {' | '.join(cells)} | {found['learning']:.1f} |"
+        yield f"| {family} | {' | '.join(f'{found[x]:.0e}' for x in ('pieces', 'padding', 'row alone', 'recall'))} |"
         print(family, file=sys.stderr)
-    yield f"\nRaise an error when they are given to `remember`: {', '.join(REFUSED)}."
 
 
 if __name__ == "__main__":
