@@ -88,6 +88,10 @@ def test_a_question_before_an_instruction():
     for number, begin in ((46, 300), (40, 500), (66, 700)):
         (first,) = Passages().choose(ids, len(ids), 256, number).pieces
         assert first[0] <= begin < first[1]
+    header = torch.arange(100, 103)  # of a chat's messages: its text has it too
+    ids[:3], ids[1148:] = header, torch.cat([header, asked, instruction, header])
+    (first,) = Passages().choose(ids, len(ids), 256, 52).pieces
+    assert first[0] <= 300 < first[1]
 
 
 @torch.no_grad()

@@ -50,7 +50,11 @@ def remember(
     """Gives a causal language model a memory of the text that it has read, in place, and returns the model.
 
     The model attends to a window. What has left it is kept as token ids; when an answer is due, the passages that the
-    prompt asks for are read again.
+    prompt asks for are read again: by `generate()`, or where a call says `recall=True`.
+
+    `model(ids, cache=cache, recall=True)` recalls before the first of ids (R, T), by at most 64 tokens read before it,
+    since `cache.start_prompt()` if that was called. The call's own tokens ask for nothing: else its logits would depend
+    on tokens after them. So a question is read by one call, and the next call recalls. `recall=False` ends a recall.
 
     Args:
         model: any causal language model of Transformers that uses the attention interface and has a layer of full

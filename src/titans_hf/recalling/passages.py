@@ -1,6 +1,6 @@
 """Passages: which parts of a row's text are read again where they are asked for.
 
-    s(i) = sum over terms x of the query of round(1024 * .98^age(x) * idf(x)) * [x occurs in span i]
+    s(i) = sum over terms x of the query of round(1024 * .99^age(x) * idf(x)) * [x occurs in span i]
     idf(x) = log(1 + (N - n_x + .5) / (n_x + .5))       N spans, of which n_x have the term
 
 A term is a token or two neighbouring tokens of the query; its age counts the tokens after its last occurrence there.
@@ -49,7 +49,7 @@ class Passages:
     query: int = 64
     again: int = 64
     every: int = 64
-    decay: float = 0.98
+    decay: float = 0.99
     share: float = 0.9
     most: int = 8
     max_tokens: int = 1_048_576
