@@ -222,7 +222,9 @@ def test_checkpoints_of_former_versions(tmp_path):
         file.write_text(json.dumps(saved | {"memory_gates": "head", "memory_error_clip": 1.0} | changes))
         return AutoConfig.from_pretrained(tmp_path, **given)
 
-    with pytest.raises(ValueError, match=r"hidden layers that learn while reading.*Load it with `memory_hidden_step=0`"):
+    with pytest.raises(
+        ValueError, match=r"hidden layers that learn while reading.*Load it with `memory_hidden_step=0`"
+    ):
         load({"memory_hidden_step": None})
     config = load({"memory_hidden_step": None}, memory_hidden_step=0)
     assert config.memory_depth == 2 and not hasattr(config, "memory_hidden_step")
