@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 from torch.utils.checkpoint import checkpoint
 
-from .memory_rule import ACTIVATIONS, products
+from .memory_rule import ACTIVATIONS, unroll
 
 Layers = Sequence[Callable[[Tensor], Tensor]]
 Network = Callable[[Tensor, Layers], Tensor]
@@ -230,27 +230,18 @@ def of_layer(
     """Returns the linear map x -> x M_t of one layer in a chunk, M_t the weights after each token, and the layer's
     weights and momentum after the last token. m, s: those before the first token, (B, H, d_in, d_out).
     """
-    if filled is not None:  # an empty slot writes nothing, forgets nothing, and does not add the momentum again
-        filled = filled[:, None]
-        theta, log_retain = theta * filled, log_retain.masked_fill(~filled, 0)
-        log_eta = None if s is None else log_eta.masked_fill(~filled, 0)
-    retain = products(log_retain)  # R (C, C)
-    retain = retain if filled is None else retain * filled[..., None, :]
-    beta = log_retain.cumsum(-1).exp()[..., None]  # (C, 1)
-    if s is None:
-        steps, from_momentum = retain * theta[..., None, :], None  # G (C, C)
-    else:
-        decay, decayed = products(log_eta), log_eta.cumsum(-1).exp()[..., None]  # E (C, C), eta' (C, 1)
-        steps, from_momentum = (retain @ decay) * theta[..., None, :], retain @ decayed  # G, f (C, 1)
+    steps, starts, decayed, to_momentum = unroll(
+        theta, log_eta, log_retain, None if filled is None else filled[:, None]
+    )
+    beta, f = starts[..., :1], starts[..., 1:]  # (C, 1)
 
     def linear(x: Tensor) -> Tensor:
         start = beta * (x @ (m - m_0)) + x @ m_0  # (C, d_in) @ (d_in, d_out)
-        start = start if s is None else start + from_momentum * (x @ s)
+        start = start if s is None else start + f * (x @ s)
         return start - (steps * (x @ h.mT)) @ delta  # (C, C) @ (C, d_out)
 
     end = beta[..., -1:, :] * (m - m_0) + m_0 - (steps[..., -1, :, None] * h).mT @ delta  # (d_in, C) @ (C, d_out)
     if s is None:
         return linear, end, None
-    to_momentum = (decay[..., -1, :] * theta)[..., None]  # (C, 1)
-    end = end + from_momentum[..., -1:, :] * s
+    end = end + f[..., -1:, :] * s
     return linear, end, decayed[..., -1:, :] * s - (to_momentum * h).mT @ delta

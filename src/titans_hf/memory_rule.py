@@ -149,23 +149,13 @@ def piece(
         return F.pad(x, (0, 0) * (x.dim() - dim - 1) + (0, padding)).unflatten(dim, (-1, chunk_size))
 
     q, k, v, theta, log_retain = map(chunks, (q, k, v, theta, log_retain))
-    log_eta = None if s is None else chunks(log_eta)
-    if filled is not None:  # an empty slot writes nothing, forgets nothing, and does not add the momentum again
-        filled = chunks(filled, 1)[:, None]
-        theta, log_retain = theta * filled, log_retain.masked_fill(~filled, 0)
-        log_eta = None if s is None else log_eta.masked_fill(~filled, 0)
+    log_eta = None if log_eta is None else chunks(log_eta)
     m_0 = m_0[:, None]  # the same in every chunk
 
     # 1. All chunks at once: the gates multiplied up.
-    retain = products(log_retain)  # R (C, C)
-    retain = retain if filled is None else retain * filled[..., None, :]
-    starts = log_retain.cumsum(-1).exp()[..., None]  # (C, 1): beta, the share of M - M_0 in M_t
-    steps, to_momentum = retain * theta[..., None, :], None  # G (C, C)
-    if s is not None:
-        decay, decayed = products(log_eta), log_eta.cumsum(-1).exp()[..., None]  # E (C, C), eta' (C, 1)
-        steps = (retain @ decay) * theta[..., None, :]
-        starts = torch.cat([starts, retain @ decayed], -1)  # (C, 2): beta, and f, the share of S in M_t
-        to_momentum = (decay[..., -1, :] * theta)[..., None] * k  # (C, K)
+    steps, starts, decayed, to_momentum = unroll(
+        theta, log_eta, log_retain, None if filled is None else chunks(filled, 1)[:, None]
+    )
 
     # 2. All chunks at once: delta_i contains the earlier writes of its chunk. So the deltas are solved for, as a
     #    constant plus a matrix that the start of the chunk is multiplied by.
@@ -177,7 +167,7 @@ def piece(
     solved = torch.linalg.solve_triangular(system, torch.cat(right, -1), upper=False, unitriangular=True)
     constant, of_start = solved.split([values, solved.shape[-1] - values], -1)
     written = steps[..., -1, :, None] * k  # (C, K)
-    written = written if s is None else torch.cat([written, to_momentum], -1)  # (C, 2 K)
+    written = written if s is None else torch.cat([written, to_momentum * k], -1)  # (C, 2 K)
 
     # 3. From chunk to chunk: the deltas, and the state, M - M_0 above S. Its end is a mixture of its start, minus the
     #    written products. Rows and heads are one dimension here.
@@ -202,6 +192,26 @@ def piece(
     state = state.unflatten(0, q.shape[:2])
     m, s = state[..., :features, :] + m_0[:, 0], None if s is None else state[..., features:, :].clone()
     return o, deltas, m, s
+
+
+def unroll(
+    theta: Tensor, log_eta: Tensor | None, log_retain: Tensor, filled: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Multiplies the gates (..., C) of a chunk up, as the equations of `piece` use them. filled: as the gates.
+
+    Returns G (..., C, C), beta and f (..., C, 2), eta' and the last row of E times theta (..., C, 1); without momentum
+    beta alone (..., C, 1), and None for the last two.
+    """
+    if filled is not None:  # an empty slot writes nothing, forgets nothing, and does not add the momentum again
+        theta, log_retain = theta * filled, log_retain.masked_fill(~filled, 0)
+        log_eta = None if log_eta is None else log_eta.masked_fill(~filled, 0)
+    retain, beta = products(log_retain), log_retain.cumsum(-1).exp()[..., None]  # R (C, C), beta (C, 1)
+    retain = retain if filled is None else retain * filled[..., None, :]
+    if log_eta is None:
+        return retain * theta[..., None, :], beta, None, None
+    decay, decayed = products(log_eta), log_eta.cumsum(-1).exp()[..., None]  # E (C, C), eta' (C, 1)
+    starts = torch.cat([beta, retain @ decayed], -1)
+    return (retain @ decay) * theta[..., None, :], starts, decayed, (decay[..., -1, :] * theta)[..., None]
 
 
 def products(log_gate: Tensor) -> Tensor:

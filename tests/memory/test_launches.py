@@ -42,10 +42,10 @@ def decode(model) -> Launches:
 
 # The form; tokens of a piece; of a layer: launches for 64 tokens more and for a call
 FORMS = [
-    (read, {}, 512, 15, 255),
-    (train, {}, 512, 51, 704),
-    (train, {}, 4096, 16, 969),
-    (train, dict(memory_form="delta"), 4096, 16, 766),
+    (read, {}, 512, 15, 260),
+    (train, {}, 512, 51, 709),
+    (train, {}, 4096, 16, 973),
+    (train, dict(memory_form="delta"), 4096, 16, 770),
 ]
 
 
