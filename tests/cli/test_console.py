@@ -69,7 +69,7 @@ def test_an_installation(tmp_path):
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     folder = tmp_path / "empty"
     save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", max_position_embeddings=8192, hidden_size=64)
-    subprocess.run([*pip, "--python", python, "install", *offline, wheel.filename], check=True)
+    subprocess.run([*pip, "--python", python, "install", *offline, wheel.filename], env=own, check=True)
     page, shown_any = (ROOT / "README.md").read_text(encoding="utf-8"), False
     for block, shown in re.findall(r"^```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", page, re.M | re.S):
         done = subprocess.run([python, "-c", block], env=own, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
@@ -77,7 +77,7 @@ def test_an_installation(tmp_path):
             assert done.stdout == shown
             shown_any = True
     assert shown_any
-    subprocess.run([*pip, "--python", python, "install", *offline, "-e", source], check=True)
+    subprocess.run([*pip, "--python", python, "install", *offline, "-e", source], env=own, check=True)
     code = "import titans_hf, titans_hf.cli; print(titans_hf.__file__)"
     for command, said in (([python, "-c", code], str(source)), ([python.with_name("titans-hf"), "--version"], "0.1.0")):
         assert said in subprocess.run(command, env=own, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
