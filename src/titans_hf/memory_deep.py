@@ -188,9 +188,7 @@ def deep_rule(
         delta = clip(h, delta, v) if clips else delta
         layers, after = [], []
         for i, (m, x, d) in enumerate(zip(weights, h, delta, strict=True)):
-            step, eta, retain = (
-                None if g is None else g if g.dim() == 3 else g[..., i] for g in (theta, log_eta, log_retain)
-            )
+            step, eta, retain = (g if g is None or g.dim() == 3 else g[..., i] for g in (theta, log_eta, log_retain))
             target = torch.zeros_like(m) if m_0 is None else m_0[i]
             reader, *state = of_layer(x, d, step, eta, retain, target, m, momentum[i] if momentum else None, filled)
             layers.append(reader)
@@ -233,11 +231,11 @@ def of_layer(
     if filled is not None:  # an empty slot writes nothing, forgets nothing, and does not add the momentum again
         filled = filled[:, None]
         theta, log_retain = theta * filled, log_retain.masked_fill(~filled, 0)
-        log_eta = None if s is None else log_eta.masked_fill(~filled, 0)
+        log_eta = None if log_eta is None else log_eta.masked_fill(~filled, 0)
     retain = products(log_retain)  # R (C, C)
     retain = retain if filled is None else retain * filled[..., None, :]
     beta = log_retain.cumsum(-1).exp()[..., None]  # (C, 1)
-    if s is None:
+    if s is None or log_eta is None:
         steps, from_momentum = retain * theta[..., None, :], None  # G (C, C)
     else:
         decay, decayed = products(log_eta), log_eta.cumsum(-1).exp()[..., None]  # E (C, C), eta' (C, 1)
@@ -245,11 +243,11 @@ def of_layer(
 
     def linear(x: Tensor) -> Tensor:
         start = beta * (x @ (m - m_0)) + x @ m_0  # (C, d_in) @ (d_in, d_out)
-        start = start if s is None else start + from_momentum * (x @ s)
+        start = start if s is None or from_momentum is None else start + from_momentum * (x @ s)
         return start - (steps * (x @ h.mT)) @ delta  # (C, C) @ (C, d_out)
 
     end = beta[..., -1:, :] * (m - m_0) + m_0 - (steps[..., -1, :, None] * h).mT @ delta  # (d_in, C) @ (C, d_out)
-    if s is None:
+    if s is None or from_momentum is None:
         return linear, end, None
     to_momentum = (decay[..., -1, :] * theta)[..., None]  # (C, 1)
     end = end + from_momentum[..., -1:, :] * s

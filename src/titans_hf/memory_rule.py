@@ -104,7 +104,7 @@ def token(
     """Computes `delta_rule` for one token, T = 1, by the equations."""
     delta = error_of(k, v, m)
     kept = torch.lerp(m_0, m, log_retain.exp()[..., None])  # (1 - alpha) (M - M_0) + M_0
-    if s is None:
+    if s is None or log_eta is None:
         m = kept.addcmul_(k.mT, theta[..., None] * delta, value=-1)
     else:
         s = (log_eta.exp()[..., None] * s).addcmul_(k.mT, theta[..., None] * delta, value=-1)
@@ -149,11 +149,11 @@ def piece(
         return F.pad(x, (0, 0) * (x.dim() - dim - 1) + (0, padding)).unflatten(dim, (-1, chunk_size))
 
     q, k, v, theta, log_retain = map(chunks, (q, k, v, theta, log_retain))
-    log_eta = None if s is None else chunks(log_eta)
+    log_eta = None if log_eta is None else chunks(log_eta)
     if filled is not None:  # an empty slot writes nothing, forgets nothing, and does not add the momentum again
         filled = chunks(filled, 1)[:, None]
         theta, log_retain = theta * filled, log_retain.masked_fill(~filled, 0)
-        log_eta = None if s is None else log_eta.masked_fill(~filled, 0)
+        log_eta = None if log_eta is None else log_eta.masked_fill(~filled, 0)
     m_0 = m_0[:, None]  # the same in every chunk
 
     # 1. All chunks at once: the gates multiplied up.
@@ -161,7 +161,7 @@ def piece(
     retain = retain if filled is None else retain * filled[..., None, :]
     starts = log_retain.cumsum(-1).exp()[..., None]  # (C, 1): beta, the share of M - M_0 in M_t
     steps, to_momentum = retain * theta[..., None, :], None  # G (C, C)
-    if s is not None:
+    if s is not None and log_eta is not None:
         decay, decayed = products(log_eta), log_eta.cumsum(-1).exp()[..., None]  # E (C, C), eta' (C, 1)
         steps = (retain @ decay) * theta[..., None, :]
         starts = torch.cat([starts, retain @ decayed], -1)  # (C, 2): beta, and f, the share of S in M_t
@@ -177,7 +177,7 @@ def piece(
     solved = torch.linalg.solve_triangular(system, torch.cat(right, -1), upper=False, unitriangular=True)
     constant, of_start = solved.split([values, solved.shape[-1] - values], -1)
     written = steps[..., -1, :, None] * k  # (C, K)
-    written = written if s is None else torch.cat([written, to_momentum], -1)  # (C, 2 K)
+    written = written if to_momentum is None else torch.cat([written, to_momentum], -1)  # (C, 2 K)
 
     # 3. From chunk to chunk: the deltas, and the state, M - M_0 above S. Its end is a mixture of its start, minus the
     #    written products. Rows and heads are one dimension here.
