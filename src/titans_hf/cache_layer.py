@@ -293,10 +293,11 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def append_rows(self, other: "TitansCacheLayer") -> None:
         """Appends the rows of another layer, with their resets."""
-        if self.to_reread is not None or other.to_reread is not None:
-            raise RuntimeError("append_rows() after crop() must wait for the next token: read on first.")
+        unfinished = self.to_reread is not None or other.to_reread is not None
+        if unfinished or self.state is None or other.state is None:
+            raise RuntimeError("append_rows() must wait for the next token, as after crop(): read on first.")
         if self.restart is not None or other.restart is not None:
-            counts = [layer.state.memory.num_seen for layer in (self, other)]
+            counts = [state.memory.num_seen for state in (self.state, other.state)]
             none = [torch.zeros_like(x, dtype=torch.bool) for x in counts]
             given = [layer.restart for layer in (self, other)]
             self.restart = torch.cat([x if y is None else y for x, y in zip(none, given, strict=True)])
@@ -328,7 +329,7 @@ class TitansCacheLayer(CacheLayerMixin):
                 "last crop. Call activate_past_recording() before reading tokens that may be removed, or read with "
                 "a copy (copy.copy)."
             )
-        if tokens_to_remove:
+        if record is not None and tokens_to_remove:
             self.state, self.to_reread = record.state, record.part(0, kept) if kept else None
             self.restart = None if kept else record.restart  # kept columns mark the restart as a document's start
             self.num_columns = self.num_columns + tokens_to_remove

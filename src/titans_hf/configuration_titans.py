@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields, is_dataclass
 from difflib import get_close_matches
 from inspect import get_annotations
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
@@ -14,6 +14,11 @@ from transformers.utils import logging
 if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling module
     # Transformers finds these files by a regular expression, which reads this line too.
     from .modeling_titans import TitansModel  # noqa: F401
+
+    T = TypeVar("T")
+    Derived = Annotated[T, "a field that has a value once its config is made"]
+else:
+    Derived = Optional  # until then, None asks for the derived value
 
 logger = logging.get_logger(__name__)
 
@@ -248,7 +253,7 @@ class TitansConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = setting(2, state="none")
     # Attention
     num_attention_heads: int = setting(16, at_least=1, variants=WITH_ATTENTION, card="attention heads")
-    num_key_value_heads: int | None = setting(
+    num_key_value_heads: Derived[int] = setting(
         None,
         at_least=1,
         derived=lambda config: config.num_attention_heads,
@@ -256,7 +261,7 @@ class TitansConfig(PreTrainedConfig):
         state="shape",
         card="key and value heads",
     )
-    head_dim: int | None = setting(
+    head_dim: Derived[int] = setting(
         None,
         at_least=1,
         derived=lambda config: max(1, config.hidden_size // config.num_attention_heads),
@@ -266,49 +271,49 @@ class TitansConfig(PreTrainedConfig):
     sliding_window: int = setting(512, at_least=1, variants=WITH_WINDOW, state="shape", card="window")
     segment_length: int = setting(256, at_least=1, variants=("mac",), state="shape", card="segment")
     num_persistent_tokens: int = setting(4, at_least=0, state="shape", card="persistent tokens")
-    rope_parameters: dict | None = setting(None, variants=WITH_ATTENTION)
+    rope_parameters: Derived[dict] = setting(None, variants=WITH_ATTENTION)
     attention_dropout: int | float = setting(0.0, at_least=0, at_most=1, variants=WITH_ATTENTION, state="none")
     # Memory
     memory_form: Literal["titans", "delta", "paper"] = setting("titans", state="none")
-    memory_depth: int | None = setting(None, at_least=1, state="shape", card="depth of the memory")
-    memory_expansion: int | None = setting(None, at_least=1, state="shape", card="expansion of the memory")
-    memory_network: Literal["mlp", "residual"] | None = setting(None, state="shape")
-    memory_activation: Literal["silu", "gelu", "relu", "identity", "product"] | None = setting(
+    memory_depth: Derived[int] = setting(None, at_least=1, state="shape", card="depth of the memory")
+    memory_expansion: Derived[int] = setting(None, at_least=1, state="shape", card="expansion of the memory")
+    memory_network: Derived[Literal["mlp", "residual"]] = setting(None, state="shape")
+    memory_activation: Derived[Literal["silu", "gelu", "relu", "identity", "product"]] = setting(
         None, derived=lambda config: "gelu" if config.memory_network == "residual" else "silu"
     )
-    memory_num_heads: int | None = setting(
+    memory_num_heads: Derived[int] = setting(
         None, at_least=1, derived=lambda config: config.num_attention_heads, state="shape", card="memory heads"
     )
-    memory_chunk_size: int | None = setting(None, at_least=1, state="shape", card="chunk of the memory")
-    memory_update_rule: Literal["chunk", "delta"] | None = setting(
+    memory_chunk_size: Derived[int] = setting(None, at_least=1, state="shape", card="chunk of the memory")
+    memory_update_rule: Derived[Literal["chunk", "delta"]] = setting(
         None,  # a residual network cannot have the delta rule
         derived=lambda config: "chunk" if config.memory_network == "residual" else config.of_form("memory_update_rule"),
         state="shape",
     )
-    memory_max_lr: int | float | None = setting(None, at_least=0, derived=lambda config: config.max_stable_lr)
-    memory_recurrence: Literal["stable", "paper"] | None = setting(None)
-    memory_loss: Literal["l2", "huber"] | None = setting(
+    memory_max_lr: Derived[int | float] = setting(None, at_least=0, derived=lambda config: config.max_stable_lr)
+    memory_recurrence: Derived[Literal["stable", "paper"]] = setting(None)
+    memory_loss: Derived[Literal["l2", "huber"]] = setting(
         None, derived=lambda config: "huber" if config.is_deep and config.memory_recurrence == "stable" else "l2"
     )
-    memory_momentum: bool | None = setting(
+    memory_momentum: Derived[bool] = setting(
         None,
         derived=lambda config: config.memory_update_rule == "chunk" or config.of_form("memory_momentum"),
         state="shape",
     )
     memory_forget: bool = setting(True)
     memory_start: Literal["random", "recall"] = setting("random", state="none")
-    memory_forget_bias: int | float | None = setting(
+    memory_forget_bias: Derived[int | float] = setting(
         None, derived=lambda config: -7.0 if config.memory_start == "recall" else -5.0, state="none"
     )
     memory_conv_kernel: int = setting(4, at_least=1, state="shape")
-    memory_conv_noise: int | float | None = setting(
+    memory_conv_noise: Derived[int | float] = setting(
         None,
         at_least=0,
         at_most=1,
         derived=lambda config: 0.0 if config.memory_start == "recall" else config.of_form("memory_conv_noise"),
     )
-    memory_output_norm: Literal["rms", "clip"] | None = setting(None)
-    memory_residual: bool | None = setting(None, variants=WITH_ATTENTION)
+    memory_output_norm: Derived[Literal["rms", "clip"]] = setting(None)
+    memory_residual: Derived[bool] = setting(None, variants=WITH_ATTENTION)
     memory_recompute: bool = setting(False, state="none")
     memory_kernel: Literal["auto", "torch"] = setting("auto", state="none")
 
@@ -526,10 +531,10 @@ def _rope_parameters(given: dict, partial_rotary_factor: float) -> dict:
 
 def _check_range(name: str, value: Any, facts: Mapping[str, Any]) -> None:
     """Raises ValueError, naming the field, unless a number is finite and in the range of the field's facts."""
-    at_least, above, at_most = (facts.get(limit) for limit in ("at_least", "above", "at_most"))
+    at_least, above, at_most = facts.get("at_least"), facts.get("above"), facts.get("at_most")
     if not isinstance(value, int | float) or (at_least is None and above is None):
         return
-    low = value >= at_least if above is None else value > above  # False for nan
+    low = value >= at_least if at_least is not None else above is not None and value > above  # False for nan
     if not low or math.isinf(value) or (at_most is not None and value > at_most):
         limits = f"at least {at_least}" if above is None else f"above {above}"
         limits = limits if at_most is None else f"from {at_least} to {at_most}"
@@ -555,7 +560,7 @@ def check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> No
         raise ValueError(f"`{name}` ({value}) must be a multiple of `{divisor_name}` ({divisor}).")
 
 
-TitansConfig.__doc__ = TitansConfig.__doc__.replace(
+TitansConfig.__doc__ = str(TitansConfig.__doc__).replace(
     "TABLE",
     "\n        ".join(
         f"{name}: {', '.join(f'{form} {x!r}' for form, x in row.items())}" for name, row in FORMS.items()

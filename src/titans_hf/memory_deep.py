@@ -188,9 +188,7 @@ def deep_rule(
         delta = clip(h, delta, v) if clips else delta
         layers, after = [], []
         for i, (m, x, d) in enumerate(zip(weights, h, delta, strict=True)):
-            step, eta, retain = (
-                None if g is None else g if g.dim() == 3 else g[..., i] for g in (theta, log_eta, log_retain)
-            )
+            step, eta, retain = (g if g is None or g.dim() == 3 else g[..., i] for g in (theta, log_eta, log_retain))
             target = torch.zeros_like(m) if m_0 is None else m_0[i]
             reader, *state = of_layer(x, d, step, eta, retain, target, m, momentum[i] if momentum else None, filled)
             layers.append(reader)
@@ -241,7 +239,7 @@ def of_layer(
         return start - (steps * (x @ h.mT)) @ delta  # (C, C) @ (C, d_out)
 
     end = beta[..., -1:, :] * (m - m_0) + m_0 - (steps[..., -1, :, None] * h).mT @ delta  # (d_in, C) @ (C, d_out)
-    if s is None:
+    if s is None or decayed is None:
         return linear, end, None
     end = end + f[..., -1:, :] * s
     return linear, end, decayed[..., -1:, :] * s - (to_momentum * h).mT @ delta

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from .memory_rule import Results, products
+from .memory_rule import products
 from .token_grid import TokenGrid
 
 logger = logging.get_logger(f"transformers.{__name__}")  # `transformers.logging.set_verbosity_info()` shows its lines
@@ -23,6 +23,7 @@ LARGEST_KEY = 256  # of fla's chunk kernels
 BLOCK = 64  # tokens whose shares of the momentum are computed at once
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
+Results = tuple[Tensor, None, Tensor, Tensor | None]  # as in `memory_rule`, without delta
 
 
 def choose_rule(

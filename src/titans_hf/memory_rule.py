@@ -104,7 +104,7 @@ def token(
     """Computes `delta_rule` for one token, T = 1, by the equations."""
     delta = error_of(k, v, m)
     kept = torch.lerp(m_0, m, log_retain.exp()[..., None])  # (1 - alpha) (M - M_0) + M_0
-    if s is None:
+    if s is None or log_eta is None:
         m = kept.addcmul_(k.mT, theta[..., None] * delta, value=-1)
     else:
         s = (log_eta.exp()[..., None] * s).addcmul_(k.mT, theta[..., None] * delta, value=-1)
@@ -167,12 +167,12 @@ def piece(
     solved = torch.linalg.solve_triangular(system, torch.cat(right, -1), upper=False, unitriangular=True)
     constant, of_start = solved.split([values, solved.shape[-1] - values], -1)
     written = steps[..., -1, :, None] * k  # (C, K)
-    written = written if s is None else torch.cat([written, to_momentum * k], -1)  # (C, 2 K)
+    written = written if to_momentum is None else torch.cat([written, to_momentum * k], -1)  # (C, 2 K)
 
     # 3. From chunk to chunk: the deltas, and the state, M - M_0 above S. Its end is a mixture of its start, minus the
     #    written products. Rows and heads are one dimension here.
     mixture = starts[..., -1, None, :]  # (1, 1): beta; (2, 2): beta and f, 0 and eta'
-    if s is not None:
+    if decayed is not None:
         mixture = torch.cat([mixture, F.pad(decayed[..., -1:, :], (1, 0))], -2)
     state = m - m_0[:, 0] if s is None else torch.cat([m - m_0[:, 0], s], -2)
     state, states, deltas = state.flatten(0, 1).contiguous(), [], []  # (2 K, V)

@@ -130,7 +130,7 @@ class TitansMixer(nn.Module):
             return state
         # Computed within forward, where the parameters of a sharded or offloaded model are complete.
         initial = self.initial_state(grid.num_rows, dtype)
-        if state is None:
+        if state is None or grid.source_rows is None:
             return initial
         return initial.where_rows(grid.source_rows < 0, state.map(lambda x: x[grid.source_rows]))
 
@@ -250,7 +250,7 @@ class MAGMixer(TitansMixer):
         )
         num_seen = state.memory.num_seen
         output, weights, cache = self.attention(hidden_states, state.kv_cache, num_seen, grid, **kwargs)  # eq. 27
-        if self.config.memory_residual:
+        if self.attention_norm is None:
             output = add_memory(output, m, self.memory_norm)
         else:
             output = multiply_by_memory(output, m, self.attention_norm, self.memory_norm)  # o = y (x) M(x~): eq. 28
@@ -316,7 +316,7 @@ class MACMixer(TitansMixer):
         attended = torch.cat(attended, dim=1)
         y = hidden_states + attended
         m = self.memory.project_output(y, torch.cat(retrieved, dim=2))  # M_t(y_t)
-        if self.config.memory_residual:
+        if self.attention_norm is None:
             output = add_memory(attended, m, self.memory_norm)
         else:
             output = multiply_by_memory(y, m, self.attention_norm, self.memory_norm)  # o_t = y_t (x) M*_t(y_t): eq. 25

@@ -261,7 +261,7 @@ class TitansModel(TitansPreTrainedModel):
         check_inputs(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        cache = self._make_or_check_cache(cache, use_cache, len(inputs_embeds))
+        cache = self._make_or_check_cache(cache, bool(use_cache), len(inputs_embeds))
         documents = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "seq_idx": seq_idx}
         learns = self.memory_learning if cache is None or cache.learning is None else cache.learning
         layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, cache, learns)

@@ -50,7 +50,7 @@ class TitansRMSNorm(nn.RMSNorm):
     """RMSNorm that `use_kernels=True` replaces by a kernel, as in every model of Transformers."""
 
     @property
-    def variance_epsilon(self) -> float:
+    def variance_epsilon(self) -> float | None:
         """The epsilon, by the name that Transformers' kernels read."""
         return self.eps
 
@@ -127,7 +127,7 @@ class InitialWeights(nn.Module):
 
     def forward(self, dtype: torch.dtype) -> list[Tensor]:
         """Returns copies in `dtype`: sharded parameters are released when this returns."""
-        weights = list(self._parameters.values())
+        weights = [x for x in self._parameters.values() if x is not None]
         copies = torch.cat([x.flatten() for x in weights]).to(dtype).split([x.numel() for x in weights])
         return [x.view_as(weight) for x, weight in zip(copies, weights, strict=True)]
 
@@ -331,7 +331,7 @@ class NeuralMemory(nn.Module):
             retrieved, surprise, state = learn(q, k, v, gates, initial, state, grid, updates, projected.dtype)
             if not updates:  # DistributedDataParallel waits for a gradient of every parameter, the gates' included
                 retrieved = retrieved + sum(zero_of(gate) for gate in gates if gate is not None)
-        surprise = surprise.detach() if grid.needs_surprise else None
+        surprise = surprise.detach() if surprise is not None and grid.needs_surprise else None
         output = self.project_output(hidden_states, retrieved) if projects else retrieved
         return output, state, conv_state, (surprise, gates)
 
@@ -346,7 +346,7 @@ class NeuralMemory(nn.Module):
         grid: TokenGrid,
         updates: bool,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, MemoryState]:
+    ) -> tuple[Tensor, Tensor | None, MemoryState]:
         """Updates and reads the matrix of features (`memory_rule`), with q, k, v (B, H, T, D); dtype: of the hidden
         states.
 
@@ -377,7 +377,7 @@ class NeuralMemory(nn.Module):
         grid: TokenGrid,
         updates: bool,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, MemoryState]:
+    ) -> tuple[Tensor, Tensor | None, MemoryState]:
         """Updates and reads a network (`memory_deep`); arguments and results are as in `_learn_features`."""
         chunk_size, clips = self.config.memory_chunk_size, self.loss is LOSSES["huber"]
         num_seen, starts = self._num_seen(state, grid), self._chunk_starts(state, grid)
@@ -385,8 +385,8 @@ class NeuralMemory(nn.Module):
             learn = partial(deep_rule, network=self.network, loss=self.loss, clips=clips, chunk_size=chunk_size)
             learn = partial(learn, recompute=self.config.memory_recompute)
             of_rule = (initial if self.stable else None, state.weights, state.momentum, state.anchor)
-            retrieved, surprise, m, s, last = learn(q, k, v, *gates, *of_rule, grid.filled, starts)
-            return retrieved, surprise, MemoryState(tuple(m), tuple(s), tuple(last), num_seen)
+            retrieved, norms, m, s, last = learn(q, k, v, *gates, *of_rule, grid.filled, starts)
+            return retrieved, norms, MemoryState(tuple(m), tuple(s), tuple(last), num_seen)
         retrieved, surprise, anchor = read(self.network, state.weights, q), None, state.weights
         if starts is not None:  # a chunk that began before keeps its anchor
             pairs = zip(state.weights, state.anchor, strict=True)

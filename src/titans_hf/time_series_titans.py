@@ -237,7 +237,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         forecast = self.head(self.head_dropout(hidden_states.flatten(1))).to(values) * scale + loc
         forecast, loc, scale = (x.unflatten(0, (len(past_values), -1)).mT for x in (forecast, loc, scale))
         forecast = forecast + future_cycle
-        if use_cache:  # copies: views would keep everything that was read
+        if memory is not None and use_cache:  # copies: views would keep everything that was read
             kept = values[:, -self.config.context_length :].clone(), hidden_states.clone()
             state = TimeSeriesState(*kept, memory, position + past_values.shape[1])
         loss = None if future_values is None else LOSSES[self.config.loss](forecast, future_values.to(forecast))

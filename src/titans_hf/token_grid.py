@@ -264,10 +264,9 @@ def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
-    if inputs_embeds is None:
-        check_not_empty("input_ids", input_ids, 2)
-    else:
-        check_not_empty("inputs_embeds", inputs_embeds, 3)
+    for name, inputs, num_dims in (("input_ids", input_ids, 2), ("inputs_embeds", inputs_embeds, 3)):
+        if inputs is not None:
+            check_not_empty(name, inputs, num_dims)
 
 
 def check_not_empty(name: str, inputs: Tensor, num_dims: int) -> None:
@@ -328,8 +327,8 @@ class TokenLayout(NamedTuple):
             num_seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
         num_seen, reread_grids = num_seen.to(device), []
         for run in [] if to_reread is None else to_reread.runs():
-            again = run.columns
-            again = again._replace(mask=again.mask.to(device), document_starts=again.document_starts.to(device))
+            mask, starts = (x if x is None else x.to(device) for x in run.columns[:2])
+            again = run.columns._replace(mask=mask, document_starts=starts)
             grid = TokenGrid.build(num_seen, run.num_columns, config.grid_size, again)
             reread_grids.append(with_rotary(grid, num_seen))
             num_seen = grid.num_seen_after(num_seen)

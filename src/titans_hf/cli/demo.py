@@ -1,6 +1,7 @@
 """Trains two small models on key-value recall within minutes, then asks both at growing distances."""
 
 import argparse
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -64,7 +65,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_configs(variant: str) -> dict[str, PreTrainedConfig]:
     """Makes configs of two models with one window, Mistral with a third more parameters; other fields are defaults."""
-    common = dict(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
+    common: dict[str, Any] = dict(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
     common |= dict(num_key_value_heads=2, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     common |= dict(sliding_window=WINDOW)
     spans = dict(segment_length=WINDOW, memory_chunk_size=WINDOW) if variant == "mac" else {}

@@ -68,43 +68,43 @@ class ChatMessage(BaseModel, extra="allow"):
 class GenerationSettings(BaseModel, extra="forbid", strict=True):
     """The fields of `generation_config` that are served, without those that ask for nothing."""
 
-    max_length: NumTokens = None
-    max_new_tokens: NumTokens = None
-    min_length: int = Field(None, ge=0)
-    min_new_tokens: int = Field(None, ge=0)
-    max_time: FiniteFloat = Field(None, gt=0)
-    stop_strings: Annotated[list[StopString], AsList] = None
-    do_sample: bool = None
-    use_cache: bool = None
-    num_beams: int = None
-    early_stopping: Literal[True, "never"] = None
-    length_penalty: FiniteFloat = None
-    num_return_sequences: Literal[1] = None
-    temperature: FiniteFloat = Field(None, ge=0)
-    top_k: int = Field(None, ge=0)
-    top_p: Share = None
-    min_p: Share = None
-    top_h: Share = None
-    typical_p: Share = None
-    epsilon_cutoff: Share = None
-    eta_cutoff: Share = None
-    repetition_penalty: FiniteFloat = Field(None, gt=0)
-    encoder_repetition_penalty: FiniteFloat = Field(None, gt=0)
-    no_repeat_ngram_size: int = Field(None, ge=0)
-    encoder_no_repeat_ngram_size: int = Field(None, ge=0)
-    bad_words_ids: list[TokenIds] = None
-    sequence_bias: list[Annotated[tuple[TokenIds, FiniteFloat], AsTuple]] = None
-    suppress_tokens: list[TokenId] = None
-    begin_suppress_tokens: list[TokenId] = None
-    forced_bos_token_id: TokenId = None
-    forced_eos_token_id: Annotated[TokenIds, AsList] = None
-    exponential_decay_length_penalty: Annotated[tuple[int, FiniteFloat], AsTuple] = None
-    renormalize_logits: bool = None
-    remove_invalid_values: bool = None
-    pad_token_id: TokenId = None
-    bos_token_id: TokenId = None
-    eos_token_id: Annotated[TokenIds, AsList] = None
-    transformers_version: str = None
+    max_length: NumTokens | None = None
+    max_new_tokens: NumTokens | None = None
+    min_length: int | None = Field(None, ge=0)
+    min_new_tokens: int | None = Field(None, ge=0)
+    max_time: FiniteFloat | None = Field(None, gt=0)
+    stop_strings: Annotated[list[StopString], AsList] | None = None
+    do_sample: bool | None = None
+    use_cache: bool | None = None
+    num_beams: int | None = None
+    early_stopping: Literal[True, "never"] | None = None
+    length_penalty: FiniteFloat | None = None
+    num_return_sequences: Literal[1] | None = None
+    temperature: FiniteFloat | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=0)
+    top_p: Share | None = None
+    min_p: Share | None = None
+    top_h: Share | None = None
+    typical_p: Share | None = None
+    epsilon_cutoff: Share | None = None
+    eta_cutoff: Share | None = None
+    repetition_penalty: FiniteFloat | None = Field(None, gt=0)
+    encoder_repetition_penalty: FiniteFloat | None = Field(None, gt=0)
+    no_repeat_ngram_size: int | None = Field(None, ge=0)
+    encoder_no_repeat_ngram_size: int | None = Field(None, ge=0)
+    bad_words_ids: list[TokenIds] | None = None
+    sequence_bias: list[Annotated[tuple[TokenIds, FiniteFloat], AsTuple]] | None = None
+    suppress_tokens: list[TokenId] | None = None
+    begin_suppress_tokens: list[TokenId] | None = None
+    forced_bos_token_id: TokenId | None = None
+    forced_eos_token_id: Annotated[TokenIds, AsList] | None = None
+    exponential_decay_length_penalty: Annotated[tuple[int, FiniteFloat], AsTuple] | None = None
+    renormalize_logits: bool | None = None
+    remove_invalid_values: bool | None = None
+    pad_token_id: TokenId | None = None
+    bos_token_id: TokenId | None = None
+    eos_token_id: Annotated[TokenIds, AsList] | None = None
+    transformers_version: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -117,8 +117,8 @@ class ServedRequest(BaseModel):
     and `gone`, whether nobody waits for the answer.
     """
 
-    messages: list[ChatMessage] = Field(None, min_length=1)
-    input: str | list[dict[str, Any]] = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    input: str | list[dict[str, Any]] | None = Field(None, min_length=1)
     max_tokens: NumTokens | None = None
     max_completion_tokens: NumTokens | None = None
     max_output_tokens: NumTokens | None = None

@@ -83,5 +83,5 @@ def how_to_go_on(step: int, args: TrainingArguments) -> str:
     last = get_last_checkpoint(args.output_dir)
     if last is None:
         return f"stopped at step {step}, before the first checkpoint: the run begins anew (--save_steps saves sooner)"
-    lost = step - int(PATTERN.fullmatch(Path(last).name)[1])
+    lost = step - int(Path(last).name.rpartition("-")[2])
     return f"stopped at step {step}: the same command with --resume_from_checkpoint true goes on, {lost} steps are lost"
