@@ -239,7 +239,7 @@ def of_layer(
         return start - (steps * (x @ h.mT)) @ delta  # (C, C) @ (C, d_out)
 
     end = beta[..., -1:, :] * (m - m_0) + m_0 - (steps[..., -1, :, None] * h).mT @ delta  # (d_in, C) @ (C, d_out)
-    if s is None or decayed is None:
+    if s is None or decayed is None or to_momentum is None:
         return linear, end, None
     end = end + f[..., -1:, :] * s
     return linear, end, decayed[..., -1:, :] * s - (to_momentum * h).mT @ delta
