@@ -132,7 +132,7 @@ class KeyValueLayer(RowLayer, CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, window: int | None, extra: int = 0, *, is_sliding: bool = False):
-        super().__init__()
+        CacheLayerMixin.__init__(self)
         self.window, self.extra, self.is_sliding = window, extra, is_sliding
         self.seen = torch.zeros(1, dtype=torch.int64)
         self.sink: tuple[Tensor, Tensor] | None = None
@@ -206,7 +206,7 @@ class StateLayer(RowLayer, LinearAttentionLayer):
     written_in_place = True  # by some models, in a call of a single token
 
     def __init__(self, number_of_states: int = 1, **kwargs):
-        super().__init__(number_of_states=number_of_states, **kwargs)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states, **kwargs)
         self.record_past = True  # otherwise models write a single token's convolution state in place
         self.start: dict[str, Tensor] = {}
         self.earlier: dict[str, Tensor] = {}
