@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LINES = {"*.py": 28_500, "tests/*.py": 11_970}
+LINES = {"*.py": 25_850, "tests/*.py": 11_450}
 RECORDS = 43  # classes of src/titans_hf that only hold fields
 
 
