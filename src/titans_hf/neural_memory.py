@@ -327,8 +327,11 @@ class NeuralMemory(nn.Module):
         with maybe_autocast(hidden_states.device.type, enabled=False):
             gates = self._gates(hidden_states, dtype, updates)
             q, k, v = self._normalize(projected.to(dtype))
-            learn = self._learn_deep if self.is_deep else self._learn_features
-            retrieved, surprise, state = learn(q, k, v, gates, initial, state, grid, updates, projected.dtype)
+            arguments = (q, k, v, gates, initial, state, grid, updates)
+            if self.is_deep:
+                retrieved, surprise, state = self._learn_deep(*arguments)
+            else:
+                retrieved, surprise, state = self._learn_features(*arguments, projected.dtype)
             if not updates:  # DistributedDataParallel waits for a gradient of every parameter, the gates' included
                 retrieved = retrieved + sum(zero_of(gate) for gate in gates if gate is not None)
         surprise = surprise.detach() if surprise is not None and grid.needs_surprise else None
@@ -376,9 +379,8 @@ class NeuralMemory(nn.Module):
         state: MemoryState,
         grid: TokenGrid,
         updates: bool,
-        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None, MemoryState]:
-        """Updates and reads a network (`memory_deep`); arguments and results are as in `_learn_features`."""
+        """Updates and reads a network (`memory_deep`); arguments and results are otherwise as in `_learn_features`."""
         chunk_size, clips = self.config.memory_chunk_size, self.loss is LOSSES["huber"]
         num_seen, starts = self._num_seen(state, grid), self._chunk_starts(state, grid)
         if updates:
